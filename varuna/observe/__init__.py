@@ -1,0 +1,1 @@
+"""Listens to events; nothing that works calls it."""

@@ -1,0 +1,1 @@
+"""User model to sections: capture, cut, split."""

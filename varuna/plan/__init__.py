@@ -1,0 +1,1 @@
+"""Sections and machines to a Plan; schedules. Never imports torch."""
