@@ -213,7 +213,8 @@ class Step:
         weight: the global weight (samples, or what the model stated, e.g. tokens).
         num_samples: samples in the global batch.
         grad_norm: norm of the gradient of the whole model before clipping.
-        lr: learning rate of each param group used for this update.
+        lr: learning rate of the first param group used for this update.
+        learning_rates: that of every param group.
         skipped: True if fp16 overflow made every worker skip the update.
         loss_scale: fp16 loss scale used (1.0 for other precisions).
         duration_s, samples_per_s: wall time of this step on this worker.
@@ -226,7 +227,8 @@ class Step:
     weight: float
     num_samples: int
     grad_norm: float
-    lr: tuple[float, ...]
+    lr: float
+    learning_rates: tuple[float, ...]
     skipped: bool
     loss_scale: float
     duration_s: float

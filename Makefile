@@ -1,0 +1,52 @@
+# One command each: setup, demo, test, check, bench. Every target makes its own virtual environment first.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+# One compute thread per process: workers share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-all check format bench clean
+
+setup: $(VENV)/.ready
+
+# torch is installed first and pinned, so that no later requirement pulls another build of it.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)/.demo:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+# Trains a 10 M parameter GPT on real text with 4 local workers: 2 stages x 2 pipelines.
+demo: $(VENV)/.demo
+	$(BIN)/varuna run --workers 4 --stages 2 examples/gpt.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+# The full product of models, layouts, schedules and recompute: long.
+test-all: setup
+	$(BIN)/python -m pytest -m "product or not product" --timeout 3600
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
