@@ -1,1 +1,22 @@
-"""Sections and machines to a Plan; schedules. Never imports torch."""
+"""Plans and schedules: who holds which sections, and what a stage does next. No torch."""
+
+from varuna.plan.layout import PlanChoice, simple_plan
+from varuna.plan.render import render_plan, render_schedule
+from varuna.plan.schedule import SCHEDULES, StageSchedule, pipeline_schedules, stage_schedule
+from varuna.plan.state import StageState, next_task
+from varuna.spec import Task, TaskKind
+
+__all__ = [
+    "SCHEDULES",
+    "PlanChoice",
+    "StageSchedule",
+    "StageState",
+    "Task",
+    "TaskKind",
+    "next_task",
+    "pipeline_schedules",
+    "render_plan",
+    "render_schedule",
+    "simple_plan",
+    "stage_schedule",
+]
