@@ -17,8 +17,7 @@ from varuna.errors import CutPointError
 
 @torch.library.custom_op("varuna::cut_point", mutates_args=())
 def cut_point_op(x: Tensor, mark: int) -> Tensor:
-    """A copy of ``x`` (a custom operator may not return its input); ``mark`` tells the ``CutPoint`` "
-    "instances apart."""
+    """A copy of ``x`` (a custom operator may not return its input); ``mark`` tells instances apart."""
     return x.clone()
 
 

@@ -98,8 +98,7 @@ def values_of(node: fx.Node) -> tuple[Tensor, ...]:
 
 
 def batch_dims_of(node: fx.Node) -> tuple[int | None, ...]:
-    """For each tensor of ``values_of(node)``: the dimension whose size is exactly the number of samples, or "
-    "None."""
+    """For each tensor of ``values_of(node)``: the dimension whose size is the number of samples, or None."""
     sizes: tuple[tuple[int | str, ...], ...] = node.meta.get("sizes", ())
     return tuple(shape.index("b") if "b" in shape else None for shape in sizes)
 

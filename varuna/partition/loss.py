@@ -50,8 +50,7 @@ class OutputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LossParts:
-    """Loss of one micro-batch: ``sum`` is differentiable and 0-dimensional; ``weight`` is what to divide by "
-    "in the end."""
+    """Loss of one micro-batch: ``sum`` is differentiable, 0-dimensional; ``weight`` goes into the divisor."""
 
     sum: Tensor
     weight: float
