@@ -66,10 +66,10 @@ class AutocastSpec:
         return cls(device_type=device.type, dtype=precision.autocast_dtype)
 
     def context(self) -> contextlib.AbstractContextManager[object]:
-        """A context to run forward in. The weight cache is off: it would outlive a recompute's weights."""
+        """A fresh context to run one forward in."""
         if self.dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
+        return torch.autocast(self.device_type, dtype=self.dtype)
 
 
 def convert_model(model: nn.Module, precision: Precision) -> None:
@@ -119,8 +119,8 @@ class LossScaler:
         if overflow:
             if self.scale / 2 < self.minimum:
                 raise NonFiniteLoss(
-                    f"Gradients overflow in fp16 even at loss scale {self.scale}, the smallest tried. The loss or "
-                    f'its gradients are infinite or not-a-number whatever the scale. Use precision="bf16" or '
+                    f"Gradients overflow in fp16 even at loss scale {self.scale}, the smallest tried. The "
+                    f'loss or its gradients are infinite or not-a-number whatever the scale. Use precision="bf16" or '
                     f'"fp32", or look for a division by zero, a logarithm of zero or too large a learning rate.'
                 )
             return replace(self, scale=self.scale / 2, good_steps=0)

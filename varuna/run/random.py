@@ -87,6 +87,6 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     index = device.index if device.index is not None else torch.cuda.current_device()
     return torch.cuda.default_generators[index]
