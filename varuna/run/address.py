@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from varuna.errors import ConfigError
 
@@ -59,8 +59,10 @@ def choose_address(store: Store, rank: int, size: int, host: str, port: int) -> 
 
     Args:
         store: reachable by all ranks, with a prefix not used before.
-        rank, size: this process among all.
-        host, port: where the store is served.
+        rank: this process among all.
+        size: number of processes.
+        host: where the store is served.
+        port: where the store is served.
     """
     own = os.environ.get("VARUNA_ADDRESS") or route_to(host, port)
     if size == 1:

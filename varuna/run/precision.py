@@ -120,8 +120,9 @@ class LossScaler:
             if self.scale / 2 < self.minimum:
                 raise NonFiniteLoss(
                     f"Gradients overflow in fp16 even at loss scale {self.scale}, the smallest tried. The "
-                    f'loss or its gradients are infinite or not-a-number whatever the scale. Use precision="bf16" or '
-                    f'"fp32", or look for a division by zero, a logarithm of zero or too large a learning rate.'
+                    f"loss or its gradients are infinite or not-a-number whatever the scale. Use "
+                    f'precision="bf16" or "fp32", or look for a division by zero, a logarithm of zero or too '
+                    f"large a learning rate."
                 )
             return replace(self, scale=self.scale / 2, good_steps=0)
         if self.good_steps + 1 >= self.growth_interval:

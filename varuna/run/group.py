@@ -1,0 +1,118 @@
+"""One process group: some workers that talk to one another, by their ranks in the world."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch.distributed import Backend, BroadcastOptions, Work
+
+from varuna.errors import PeerLost
+
+JsonValue = Any
+"""What ``json.dumps`` takes: None, bool, int, float, str, lists and string-keyed dicts of these."""
+
+
+class Pending:
+    """A collective under way; keep it until ``wait`` has returned."""
+
+    def __init__(self, work: Work | None, what: str) -> None:
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        """Block until done (CUDA: until the current stream waits for it). ``PeerLost`` if it failed."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"{self._what} failed: {error}") from error
+
+
+class Group:
+    """Some workers that talk to one another. ``ranks`` are ranks of the world, ascending.
+
+    With one member every operation is a no-op on the spot. An error means that the whole group is dead.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, process_group: Backend | None, device: torch.device
+    ) -> None:
+        self.ranks = ranks
+        self.process_group = process_group
+        self._rank = rank
+        self._device = device
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
+        """Begin to replace ``tensor`` (contiguous, same size and dtype on all) by the sum over members."""
+        if self.process_group is None:
+            return Pending(None, "")
+        return self._start("all-reduce", lambda group: group.allreduce([tensor]))
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` by the sum over members: bit-equal on all of them."""
+        self.start_all_reduce_sum(tensor).wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace ``tensor`` by that of world rank ``source``."""
+        if self.process_group is None:
+            return
+        root = self.ranks.index(source)
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self._start("broadcast", lambda group: group.broadcast([tensor], options)).wait()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send to world rank ``to``; it returns when the peer has received. Contiguous tensors only."""
+        peer = self.ranks.index(to)
+        self._start(f"send to worker {to}", lambda group: group.send([tensor], peer, 0)).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` (same size and dtype as sent) from world rank ``source``."""
+        peer = self.ranks.index(source)
+        self._start(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0)).wait()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every member's bytes, in the order of ``ranks``; lengths may differ."""
+        if self.process_group is None:
+            return [data]
+        lengths = self._place(torch.zeros(self.size, dtype=torch.int64))
+        own = self.ranks.index(self._rank)
+        lengths[own] = len(data)
+        self.all_reduce_sum(lengths)
+        sizes = [int(length) for length in lengths.tolist()]
+        width = max(*sizes, 1)
+        mine = torch.zeros(width, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        mine = self._place(mine)
+        rows = [torch.empty_like(mine) for _ in self.ranks]
+        self._start("all-gather", lambda group: group.allgather([rows], [mine])).wait()
+        return [bytes(row.cpu().numpy()[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def all_gather_json(self, value: JsonValue) -> list[JsonValue]:
+        """Every member's value, in the order of ``ranks``, as JSON (tuples become lists)."""
+        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+        self.all_reduce_sum(self._place(torch.zeros(1)))
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+    def _start(self, what: str, call: Any) -> Pending:
+        what = f"Worker {self._rank}: {what} among workers {list(self.ranks)}"
+        try:
+            return Pending(call(self.process_group), what)
+        except RuntimeError as error:
+            raise PeerLost(f"{what} failed: {error}") from error
