@@ -1,0 +1,1 @@
+"""Measurements that a person runs with ``make bench``; README.md says what each one shows."""
