@@ -1,7 +1,8 @@
 """Pipelines on a network with 5 ± 5 ms per message one way: Varuna's schedule against torch's, side by side.
 
-Every stage sleeps 20 ms in forward and 40 ms in backward and sends 4 KB; no recompute; N = 32. The figure is the time
-without bubble (N · 60 ms, times 1.5 where one stage is slow) over the measured step: higher is better. Needs root.
+Every stage sleeps 20 ms in forward and 40 ms in backward and sends 4 KB; no recompute; N = 32. The figure is
+the time without bubble (N · 60 ms, times 1.5 where one stage is slow) over the measured step: higher is better.
+Needs root.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import statistics
 import sys
 from dataclasses import replace
+from functools import partial
 
 from benchmarks import report, sleeping, torch_sleeping
 from benchmarks.sleeping import Network, Variant
@@ -36,15 +38,10 @@ def in_flight(variant: Variant, pipeline: SleepingPipeline) -> list[int]:
 
 def measure(pipeline: SleepingPipeline, repeats: int, rounds: int) -> list[list[object]]:
     """Rows of the table for one pipeline: interleaved launches, medians over them."""
-    figures = report.interleaved(
-        repeats,
-        {
-            str(variant): lambda variant=variant: sleeping.makespan_s(variant, pipeline, NETWORK, rounds=rounds)
-            for variant in VARIANTS
-        },
-    )
+    runs = {str(v): partial(sleeping.makespan_s, v, pipeline, NETWORK, rounds=rounds) for v in VARIANTS}
+    figures = report.interleaved(repeats, runs)
     slow = pipeline.slow_stage >= 0
-    rows = []
+    rows: list[list[object]] = []
     for variant in VARIANTS:
         seconds = figures[str(variant)]
         target = TARGETS[pipeline.num_stages, slow] if variant.engine == "varuna" else ""

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 
@@ -31,9 +31,7 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with aligned columns; floats to three significant decimals."""
-    cells = [list(header)] + [
-        [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
-    ]
+    cells = [list(header), *([_text(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -41,6 +39,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def _text(cell: object) -> str:
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def arguments(description: str, **defaults: int) -> argparse.Namespace:
@@ -58,7 +60,7 @@ def report(title: str, text: str, log: Path | None = None, notes: str = "") -> N
     """Print a result with the command that made it; append it to ``log`` if given."""
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
     command = "python -m " + " ".join([module, *map(shlex.quote, sys.argv[1:])])
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
     lines = [f"### {title}", "", f"{when}, commit {_commit()}, {_machine()}: `{command}`", "", text]
     if notes:
         lines += ["", notes]

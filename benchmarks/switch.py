@@ -1,9 +1,10 @@
 """A user-space network switch with delay and jitter, over TUN devices; needs root and iproute2.
 
-Each worker process lives in a network namespace of its own with one TUN device; the switch process reads IP packets
-from all of them and writes each to the device of its destination after a delay drawn anew per packet. The order from
-one sender to one receiver is kept, acknowledgements included. The MTU is large, so that a small message is one packet.
-Namespaces and devices have no names outside their processes: they vanish with them, however the run ends.
+Each worker process lives in a network namespace of its own with one TUN device; the switch process reads IP
+packets from all of them and writes each to the device of its destination after a delay drawn anew per packet. The
+order from one sender to one receiver is kept, acknowledgements included. The MTU is large, so that a small message
+is one packet. Namespaces and devices have no names outside their processes: they vanish with them, however the run
+ends.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _ip(*arguments: str) -> None:
 
 
 def enter_namespace(rank: int) -> int:
-    """Move this process into a fresh network namespace with a configured TUN device; returns the device's descriptor.
+    """Move this process into a fresh network namespace with a TUN device; returns the device's descriptor.
 
     Threads that exist already stay where they are, so call it first.
     """
@@ -76,7 +77,7 @@ class DelayQueue:
         self._count = 0
 
     def put(self, packet: bytes, now_s: float) -> None:
-        """Take one IPv4 packet in; bytes 12-19 are source and destination, byte 19 ends in the receiver's rank + 1."""
+        """Take one IPv4 packet in: bytes 12-19 are source and destination, byte 19 the receiver's rank + 1."""
         pair = packet[12:20]
         release_s = max(now_s + self._draw_s(), self._last_release_s.get(pair, 0.0))
         self._last_release_s[pair] = release_s
@@ -122,7 +123,7 @@ def run_jittered(
 ) -> list[Any]:
     """``workers.run_workers`` with every worker behind the switch, at ``address_of(rank)``.
 
-    The device descriptors travel to the switch over a socket, so that the switch itself stays in the parent's namespace.
+    The device descriptors travel to the switch over a socket: the switch stays in the parent's namespace.
     """
     sockets = [socket.socketpair() for _ in range(num_workers)]
 

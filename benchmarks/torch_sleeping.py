@@ -1,7 +1,7 @@
-"""``torch.distributed.pipelining`` over stages that sleep instead of computing: the baseline of the emulated runs.
+"""``torch.distributed.pipelining`` over stages that sleep instead of computing: the baseline of emulated runs.
 
-A stage sleeps ``forward_s`` in forward and ``backward_s`` in backward, through an autograd function, and hands on
-a tensor of ``[num_values]`` floats per micro-batch.
+A stage sleeps ``forward_s`` in forward and ``backward_s`` in backward, through an autograd function, and hands
+on a tensor of ``[num_values]`` floats per micro-batch.
 """
 
 from __future__ import annotations
@@ -133,11 +133,14 @@ def build_schedule(name: str, rank: int, pipeline: SleepingPipeline) -> Any:
         )
         for index in indices
     ]
-    loss = {"loss_fn": lambda output, target: output.sum()}
     if name == "zbv":
-        return ScheduleZBVZeroBubble(stages, pipeline.num_micro_batches, **loss)
+        return ScheduleZBVZeroBubble(stages, pipeline.num_micro_batches, loss_fn=_loss)
     schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
-    return schedule(stages[0], pipeline.num_micro_batches, **loss)
+    return schedule(stages[0], pipeline.num_micro_batches, loss_fn=_loss)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
 
 
 def run_schedule(name: str, schedule: Any, rank: int, pipeline: SleepingPipeline) -> None:
@@ -149,7 +152,7 @@ def run_schedule(name: str, schedule: Any, rank: int, pipeline: SleepingPipeline
 
 
 def in_flight(name: str, pipeline: SleepingPipeline) -> list[int]:
-    """Most micro-batches between forward and backward, per stage (torch's own schedules; zbv counts halves as half)."""
+    """Most micro-batches between forward and backward, per stage; for zbv two half stages count as one."""
     size, count = pipeline.num_stages, pipeline.num_micro_batches
     if name == "gpipe":
         return [count] * size

@@ -1,7 +1,7 @@
 """Forked worker processes for benchmarks: run a function in P children, take back one JSON value from each.
 
-The parent must not have computed with torch yet (a forked child must not inherit a started OpenMP pool). A child
-that raises prints its traceback and ends the run; children die with their parent, whatever ends it.
+The parent must not have computed with torch yet (a forked child must not inherit a started OpenMP pool). A
+child that raises prints its traceback and ends the run; children die with their parent, whatever ends it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StartLine:
         self._shared = mmap.mmap(-1, 16 * num_workers)
 
     def start(self, rank: int, round_index: int, lead_s: float = 0.01) -> float:
-        """Wait for all workers in round ``round_index`` (1, 2, ...), then until the common start; returns it."""
+        """Wait for all workers in round ``round_index`` (1, 2, ...), then until the start; returns its time."""
         struct.pack_into("d", self._shared, 16 * rank, time.monotonic())
         struct.pack_into("q", self._shared, 16 * rank + 8, round_index)
         while True:
