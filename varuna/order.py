@@ -7,7 +7,7 @@ nothing is padded or dropped, and neither the number of workers nor an interrupt
 
 The order of an epoch is a keyed permutation that can be asked for at any position without being built: a
 Feistel network over ``Z_a × Z_b`` with ``a·b`` just above the dataset's length, walked again while it lands
-outside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalised Feistel and cycle walking).
+outside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalised Feistel, cycle walking).
 Time and memory are those of the batch, for a dataset of any length. It uses only SHAKE-256 and integers modulo
 2**64, so the ids are the same for every version of Python, NumPy and PyTorch, and they never change.
 """
@@ -39,7 +39,7 @@ def sample_ids(step_index: int, dataset_length: int, batch_size: int, seed: int)
         seed: any integer.
 
     Returns:
-        ``batch_size`` ids, each in ``[0, dataset_length)``; micro-batch k of the step is ids ``[k·m, (k+1)·m)``.
+        ``batch_size`` ids, each in ``[0, dataset_length)``; micro-batch k of the step is ``[k·m, (k+1)·m)``.
 
     Raises:
         DataError: the dataset has no samples, or more than 2**62.
@@ -92,7 +92,7 @@ def _round_keys(seed: int, epoch_index: int) -> _UInt64Array:
 def _feistel(
     values: _UInt64Array, num_rows: np.uint64, num_columns: np.uint64, keys: _UInt64Array
 ) -> _UInt64Array:
-    """A bijection of ``[0, num_rows·num_columns)``: rows and columns in turn are shifted by a hash of the other."""
+    """A bijection of ``[0, num_rows·num_columns)``: row and column in turn shift by a hash of the other."""
     rows, columns = values // num_columns, values % num_columns
     for row_key, column_key in zip(keys[0::2], keys[1::2], strict=True):
         rows = (rows + _mix(columns + row_key) % num_rows) % num_rows
