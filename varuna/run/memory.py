@@ -1,0 +1,109 @@
+"""How much memory this process has used at most, and how much it may still take.
+
+What it may take is the least of: what the machine has left, what is left of every control group it is in (v1
+and v2, limits of parents count too), and what is left of its address-space limit. A file cache that the kernel
+would give up counts as free, as it does for the kernel.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+_UNLIMITED_V1 = 2**60  # control groups v1 write a number near 2**63 for "no limit"
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """The most this process has held: resident memory for the CPU, allocated memory for a CUDA device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # counts what ran before an exec, too
+
+
+def available_bytes(device: torch.device | str = "cpu") -> int:
+    """How much more memory this process can take now; other processes may want some of it too."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    proc = Path("/proc")
+    left = [machine_left(proc / "meminfo"), *group_left(proc / "self/cgroup", Path("/sys/fs/cgroup"))]
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft_limit != resource.RLIM_INFINITY:
+        left.append(soft_limit - _address_space_bytes(proc / "self/statm"))
+    return max(0, min(left))
+
+
+def machine_left(meminfo: Path) -> int:
+    """Bytes that ``/proc/meminfo`` calls available."""
+    for line in meminfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise OSError(f"{meminfo} has no MemAvailable; Linux 3.14 or newer is needed.")
+
+
+def group_left(membership: Path, root: Path) -> list[int]:
+    """Bytes left in each control group with a memory limit that this process is in, its parents' included.
+
+    Args:
+        membership: ``/proc/self/cgroup``: lines ``0::/path`` (v2) or ``4:memory:/path`` (v1).
+        root: where control groups are mounted; v1 has its memory groups in ``root/memory``.
+    """
+    left: list[int] = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            left += _walk_up(root, path, limit="memory.max", usage="memory.current", cache="inactive_file")
+        elif "memory" in controllers.split(","):
+            left += _walk_up(
+                root / "memory",
+                path,
+                limit="memory.limit_in_bytes",
+                usage="memory.usage_in_bytes",
+                cache="total_inactive_file",
+            )
+    return left
+
+
+def _walk_up(top: Path, path: str, *, limit: str, usage: str, cache: str) -> list[int]:
+    """Bytes left in a group and its parents.
+
+    In a container the path may name a group of the host that cannot be seen; its own is then ``top``.
+    """
+    inside = top / path.lstrip("/")
+    groups = [inside, *inside.parents]
+    left = []
+    for group in groups[: groups.index(top) + 1]:
+        text = _read(group / limit)
+        if text is None or text == "max" or int(text) >= _UNLIMITED_V1:
+            continue
+        used = int(_read(group / usage) or 0) - _cache_bytes(group / "memory.stat", cache)
+        left.append(int(text) - used)
+    return left
+
+
+def _cache_bytes(stat: Path, name: str) -> int:
+    for line in (_read(stat) or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str | None:
+    """A file's text, or None if there is no such file."""
+    try:
+        return path.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+
+
+def _address_space_bytes(statm: Path) -> int:
+    return int(statm.read_text().split()[0]) * resource.getpagesize()
