@@ -1,39 +1,26 @@
 """Schedules: in which order a stage runs the forwards, recomputes and backwards of its micro-batches.
 
-Every schedule runs forwards in ascending order of micro-batch, and backwards too, so the activation and gradient
-channels between neighbours are first-in-first-out with nothing to sort and counts say what has arrived.
+Every schedule runs forwards in ascending order of micro-batch, and backwards too, so that the channels between
+neighbours are first-in-first-out with nothing to sort, and counts say what has arrived.
 
-- ``gpipe``: all forwards, then all backwards. Needs memory for all N micro-batches.
-- ``1f1b``: P - stage_index forwards, then one backward and one forward in turn. At most P - stage_index in flight.
-- ``varuna``: a backward as soon as its gradient is here; its recompute just early enough to be ready by then; a
-  forward otherwise, up to ``max_in_flight``. Not a fixed order but a rule (``state.next_task``), so a late message
-  costs only what no other micro-batch can fill (after "Varuna: Scalable, Low-cost Training of Massive Deep Learning
-  Models", EuroSys'22, section 3.2).
+- ``gpipe``: all forwards, then all backwards. Holds all N micro-batches in flight.
+- ``1f1b``: P - stage_index forwards, then one backward and one forward in turn. Holds P - stage_index.
+- ``varuna``: no fixed order but a rule over what has arrived (``state.next_task``), so that a late message
+  costs only what no other micro-batch can fill. Holds at most ``max_in_flight``.
 
-A recompute follows its stage's flag, except where the backward directly follows its forward and nothing is there to
-save: the last stage of ``1f1b`` and ``varuna`` keeps its activations.
+A stage recomputes if its flag says so, except where each backward directly follows its forward and dropping
+activations saves nothing: the last stage of ``1f1b`` and ``varuna`` keeps them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from varuna.errors import PlanError
-from varuna.plan.unit_time import varuna_order
 from varuna.spec import Task, TaskKind
 
 SCHEDULES = ("varuna", "1f1b", "gpipe")
-
-ALLOWANCE = 6
-"""Micro-batches that a ``varuna`` stage may hold beyond the P - stage_index that free communication needs.
-
-They are what covers late messages. Measured by simulation in docs/concepts/plan.md.
-"""
-
-ALLOWANCE_WITH_RECOMPUTE = 12
-"""The same where a stage recomputes: a micro-batch in flight is then only the input of the stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +31,11 @@ class StageSchedule:
         name: one of ``SCHEDULES``.
         num_stages, stage_index: P, and which of them.
         num_micro_batches: micro-batches of this pipeline in one step.
-        recompute: activations are dropped after every forward here and computed again before the backward. What the
-            engine must obey: it may be False although the plan asks for recompute (see the module's text).
+        recompute: activations are dropped after every forward here and computed again before the backward. The
+            engine obeys this one, which may be False where the plan's flag is True (see the module's text).
         max_in_flight: at no time are more micro-batches between forward and backward here.
-        opportunistic: ``order`` is what happens when all tasks take their nominal time and messages take none; at
-            run time a task that can run goes before one whose input has not arrived. Otherwise ``order`` is strict.
-        order: every task once.
+        opportunistic: ``next_task`` decides from what has arrived; otherwise it keeps ``order``.
+        order: every task once, in the order in which they must run; empty where opportunistic.
     """
 
     name: str
@@ -71,17 +57,14 @@ class StageSchedule:
         """Its gradient starts from its own loss: here when its forward (or recompute) is done."""
         return self.stage_index == self.num_stages - 1
 
-    @cached_property
-    def forwards_before_recompute(self) -> tuple[int, ...]:
-        """Per micro-batch, how many forwards ``order`` runs before its recompute; empty without recompute."""
-        counts = []
-        num_forwards = 0
-        for task in self.order:
-            if task.kind is TaskKind.FORWARD:
-                num_forwards += 1
-            elif task.kind is TaskKind.RECOMPUTE:
-                counts.append(num_forwards)
-        return tuple(counts)
+    @property
+    def low_in_flight(self) -> int:
+        """With fewer than this in flight, a ``varuna`` stage runs a forward even before a backward.
+
+        P - stage_index is what keeps all later stages at work when messages take no time; two more keep a stage
+        that is slower than its successors from spending whole bursts on backwards alone while those starve.
+        """
+        return self.num_stages - self.stage_index + 2
 
 
 def stage_schedule(
@@ -101,27 +84,32 @@ def stage_schedule(
         stage_index: the stage, from 0.
         num_micro_batches: micro-batches of the pipeline in one step, at least 1.
         recompute: per stage, whether the plan lets it recompute.
-        max_in_flight: the most micro-batches between forward and backward on this stage; 0 is the schedule's default.
+        max_in_flight: the most micro-batches between forward and backward on this stage; 0 is the schedule's
+        own.
 
     Raises:
-        PlanError: unknown name, numbers that do not fit each other, or ``max_in_flight`` below what a fixed order needs.
+        PlanError: unknown name, numbers that do not fit, or ``max_in_flight`` below what a fixed order needs.
     """
-    _check(name, num_stages, stage_index, num_micro_batches, recompute, max_in_flight)
+    _check(
+        name,
+        num_stages=num_stages,
+        stage_index=stage_index,
+        num_micro_batches=num_micro_batches,
+        recompute=recompute,
+        max_in_flight=max_in_flight,
+    )
     is_last = stage_index == num_stages - 1
-    recomputes = recompute[stage_index] and not (is_last and name != "gpipe")
+    recomputes = bool(recompute[stage_index]) and not (is_last and name != "gpipe")
     if name == "varuna":
-        mask = (*(bool(flag) for flag in recompute[:-1]), False)
-        limits = [default_max_in_flight(num_stages, stage, mask[stage]) for stage in range(num_stages)]
-        limits[stage_index] = max_in_flight or limits[stage_index]
-        limits = [min(limit, num_micro_batches) for limit in limits]
-        limit = limits[stage_index]
-        order = varuna_order(num_micro_batches, mask, tuple(limits))[stage_index]
+        limit = min(num_micro_batches, max_in_flight or default_max_in_flight(num_stages, stage_index))
+        order: tuple[Task, ...] = ()
     else:
         limit = num_micro_batches if name == "gpipe" else min(num_micro_batches, num_stages - stage_index)
         if 0 < max_in_flight < limit:
             raise PlanError(
-                f"Schedule {name!r} has a fixed order that holds {limit} micro-batches in flight on stage {stage_index}, "
-                f"but max_in_flight={max_in_flight}. Use schedule 'varuna', which keeps any limit, or raise the limit."
+                f"Schedule {name!r} has a fixed order with {limit} micro-batches in flight on stage "
+                f"{stage_index}, but max_in_flight={max_in_flight}. Use schedule 'varuna', which keeps any "
+                f"limit, or raise it."
             )
         order = tuple(_fixed_order(num_micro_batches, limit, recomputes))
     return StageSchedule(
@@ -153,14 +141,16 @@ def pipeline_schedules(
     )
 
 
-def default_max_in_flight(num_stages: int, stage_index: int, recompute: bool) -> int:
-    """The limit of a ``varuna`` stage: what free communication needs, and an allowance for late messages.
+def default_max_in_flight(num_stages: int, stage_index: int) -> int:
+    """The limit of a ``varuna`` stage: twice the P - stage_index that messages without delay would need, and two.
 
-    The last stage runs each backward right after its forward and never holds more than one.
+    The second half covers late messages; the longer the way to the last stage and back, the more of them.
+    Figures are in docs/concepts/plan.md. The last stage runs each backward right after its forward and never
+    holds a second one.
     """
     if stage_index == num_stages - 1:
         return 1
-    return num_stages - stage_index + (ALLOWANCE_WITH_RECOMPUTE if recompute else ALLOWANCE)
+    return 2 * (num_stages - stage_index) + 2
 
 
 def _fixed_order(num_micro_batches: int, num_warm_up: int, recompute: bool) -> Iterator[Task]:
@@ -183,6 +173,7 @@ def check_schedule_name(name: str) -> None:
 
 def _check(
     name: str,
+    *,
     num_stages: int,
     stage_index: int,
     num_micro_batches: int,
@@ -198,7 +189,7 @@ def _check(
         raise PlanError(f"num_micro_batches={num_micro_batches} must be at least 1. Use fewer pipelines.")
     if len(recompute) != num_stages:
         raise PlanError(
-            f"recompute has {len(recompute)} entries for {num_stages} stages. Give one True or False for each stage."
+            f"recompute has {len(recompute)} entries for {num_stages} stages. Give one True or False for each."
         )
     if max_in_flight < 0:
         raise PlanError(f"max_in_flight={max_in_flight} must be at least 1, or 0 for the schedule's default.")

@@ -1,13 +1,13 @@
 """What a stage does next: the one decision that the engine and every simulation share.
 
-``StageState`` counts what has been done and what has arrived; ``next_task`` looks at it and decides. It keeps no clock
-and does no input or output.
+``StageState`` counts what has been done and what has arrived; ``next_task`` looks at it and decides. It keeps
+no clock and does no input or output.
 
-Why no ``varuna`` stage can wait for ever, whatever arrives when: let k be the earliest micro-batch that is not finished
-everywhere. No stage holds an earlier one, so on every stage the in-flight limit leaves room for k's forward, and the
-one recomputed set is k's or nobody's. A stage asked for its next task returns a task whenever k's next one has its
-input (it runs that or another one, of which there are finitely many, and is asked again). Hence k's forward reaches
-the last stage, and its backward the first.
+Why no ``varuna`` stage waits for ever, whatever arrives when: let k be the earliest micro-batch that is not
+finished on every stage. No stage holds an earlier one, so the in-flight limit leaves room for k's forward
+everywhere, and the one recomputed set is k's or nobody's. Whenever k's next task has its input on a stage,
+``next_task`` returns some task there, and there are finitely many others before k's is the only one left. So
+k's forward reaches the last stage, and its backward the first.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StageState:
 
 
 def next_task(state: StageState) -> Task | None:
-    """The task to run now, or None: wait for an arrival (or, if ``state.is_done``, stop). Constant time, no effects."""
+    """The task to run now, or None: wait for an arrival (if ``state.is_done``, stop). Constant time, no effects."""
     if state.schedule.opportunistic:
         return _next_opportunistic(state)
     return _next_in_order(state)
@@ -107,15 +107,22 @@ def _next_in_order(state: StageState) -> Task | None:
 
 
 def _next_opportunistic(state: StageState) -> Task | None:
-    """Backward if its gradient is here; else the due recompute; else a forward; else a recompute before its time."""
+    """The ``varuna`` rule: the first of these that can run.
+
+    1. A forward, while fewer than ``low_in_flight`` are in flight: later stages must not starve.
+    2. The next backward if its gradient is here, its recompute first.
+    3. A forward, up to ``max_in_flight``.
+    4. The next backward's recompute, ahead of its gradient; one set of recomputed activations at a time.
+    """
     schedule = state.schedule
     forwards, backwards = state.forwards_done, state.backwards_done
     in_flight = forwards - backwards
+    can_forward = in_flight < schedule.max_in_flight and forwards < state.activations_arrived
+    if can_forward and in_flight < schedule.low_in_flight:
+        return Task(TaskKind.FORWARD, forwards)
     needs_recompute = schedule.recompute and in_flight > 0 and state.recomputes_done == backwards
     if in_flight > 0 and (schedule.is_last or state.gradients_arrived > backwards):
         return Task(TaskKind.RECOMPUTE if needs_recompute else TaskKind.BACKWARD, backwards)
-    if needs_recompute and forwards >= schedule.forwards_before_recompute[backwards]:
-        return Task(TaskKind.RECOMPUTE, backwards)
-    if forwards < state.activations_arrived and in_flight < schedule.max_in_flight:
+    if can_forward:
         return Task(TaskKind.FORWARD, forwards)
     return Task(TaskKind.RECOMPUTE, backwards) if needs_recompute else None
