@@ -85,7 +85,7 @@ class Group:
         """Every member's bytes, in the order of ``ranks``; lengths may differ."""
         if self.process_group is None:
             return [data]
-        lengths = self._place(torch.zeros(self.size, dtype=torch.int64))
+        lengths = self.place(torch.zeros(self.size, dtype=torch.int64))
         own = self.ranks.index(self._rank)
         lengths[own] = len(data)
         self.all_reduce_sum(lengths)
@@ -94,7 +94,7 @@ class Group:
         mine = torch.zeros(width, dtype=torch.uint8)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        mine = self._place(mine)
+        mine = self.place(mine)
         rows = [torch.empty_like(mine) for _ in self.ranks]
         self._start("all-gather", lambda group: group.allgather([rows], [mine])).wait()
         return [bytes(row.cpu().numpy()[:size]) for row, size in zip(rows, sizes, strict=True)]
@@ -105,9 +105,10 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every member has called it."""
-        self.all_reduce_sum(self._place(torch.zeros(1)))
+        self.all_reduce_sum(self.place(torch.zeros(1)))
 
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor where this group's backend can work on it (NCCL: on the device)."""
         return tensor.to(self._device)
 
     def _start(self, what: str, call: Any) -> Pending:
