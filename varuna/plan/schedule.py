@@ -101,7 +101,8 @@ def stage_schedule(
     is_last = stage_index == num_stages - 1
     recomputes = bool(recompute[stage_index]) and not (is_last and name != "gpipe")
     if name == "varuna":
-        limit = min(num_micro_batches, max_in_flight or default_max_in_flight(num_stages, stage_index))
+        default = default_max_in_flight(num_stages, stage_index)
+        limit = min(num_micro_batches, default if is_last else max_in_flight or default)
         order: tuple[Task, ...] = ()
     else:
         limit = num_micro_batches if name == "gpipe" else min(num_micro_batches, num_stages - stage_index)
@@ -144,9 +145,8 @@ def pipeline_schedules(
 def default_max_in_flight(num_stages: int, stage_index: int) -> int:
     """The limit of a ``varuna`` stage: twice the P - stage_index that messages without delay would need, and two.
 
-    The second half covers late messages; the longer the way to the last stage and back, the more of them.
-    Figures are in docs/concepts/plan.md. The last stage runs each backward right after its forward and never
-    holds a second one.
+    The second half covers late messages: the longer the way to the last stage and back, the more of them.
+    Figures are in docs/concepts/plan.md. The last stage runs each backward right after its forward: one.
     """
     if stage_index == num_stages - 1:
         return 1

@@ -82,7 +82,7 @@ class StageState:
 
 
 def next_task(state: StageState) -> Task | None:
-    """The task to run now, or None: wait for an arrival (if ``state.is_done``, stop). Constant time, no effects."""
+    """The task to run now, or None: wait for an arrival (if ``is_done``: stop). Constant time, no effects."""
     if state.schedule.opportunistic:
         return _next_opportunistic(state)
     return _next_in_order(state)
