@@ -10,7 +10,7 @@ from math import inf
 def balance(
     costs: Sequence[float], num_stages: int, *, sizes: Sequence[float] | None = None, size_limit: float = inf
 ) -> tuple[int, ...] | None:
-    """Borders ``b`` of ``num_stages`` runs ``[b[i], b[i + 1])``, at least one section each, of least maximal cost.
+    """Borders ``b`` of ``num_stages`` runs ``[b[i], b[i + 1])``, none empty, of least maximal cost.
 
     Among equals, later stages are the fuller ones: earlier stages hold more micro-batches in flight.
 

@@ -64,9 +64,11 @@ def simple_plan(
         batch_size: samples of a global batch.
         num_stages: P. Default: 1, or with ``memory_bytes`` the fewest stages whose weights, gradients and two
             optimizer moments fit each worker (activations are not counted).
-        micro_batch_size: m. Default: the largest power of two that leaves every pipeline 4·P micro-batches, or
-        1. schedule: one of ``SCHEDULES``; default ``varuna``. recompute: for all stages, or one flag for each;
-        default no. memory_bytes: memory of each worker, if known.
+        micro_batch_size: m. Default: the largest power of two that leaves every pipeline 4·P micro-batches,
+            or 1.
+        schedule: one of ``SCHEDULES``; default ``varuna``.
+        recompute: for all stages, or one flag for each; default no.
+        memory_bytes: memory of each worker, if known.
 
     Raises:
         PlanError: what was asked for cannot be laid out; the message has the values and a way out.
@@ -77,9 +79,7 @@ def simple_plan(
     stages = _choose_stages(sections, num_workers, num_stages, memory_bytes)
     flags = _recompute_flags(recompute, stages.num_stages)
     num_pipelines = num_workers // stages.num_stages
-    size, size_reason = _choose_micro_batch_size(
-        batch_size, stages.num_stages, num_pipelines, micro_batch_size
-    )
+    size, size_reason = _choose_micro_batch_size(batch_size, stages.num_stages, num_pipelines, micro_batch_size)
     num_micro_batches = -(-batch_size // size)
     reasons = [stages.reason, size_reason]
     if num_micro_batches < num_pipelines:
@@ -137,8 +137,8 @@ def _choose_stages(
         if borders is not None:
             return _Stages(
                 borders=borders,
-                reason=f"{count} stages are the fewest that fit: {needs}, a worker has
-                {format_bytes(memory_bytes)}",
+                reason=f"{count} stages are the fewest that fit: {needs}, "
+                f"a worker has {format_bytes(memory_bytes)}",
             )
     borders = balance(sizes, most_stages)
     assert borders is not None
@@ -169,8 +169,8 @@ def _recompute_flags(recompute: bool | Sequence[bool] | None, num_stages: int) -
         return (bool(recompute),) * num_stages
     if len(recompute) != num_stages:
         raise PlanError(
-            f"recompute={list(recompute)} has {len(recompute)} entries for {num_stages} stages. Give one flag for "
-            f"each stage, or True or False for all."
+            f"recompute={list(recompute)} has {len(recompute)} entries for {num_stages} stages. Give one flag "
+            f"for each stage, or True or False for all."
         )
     return tuple(bool(flag) for flag in recompute)
 
@@ -194,7 +194,7 @@ def _choose_micro_batch_size(
 def _pipelines(
     borders: tuple[int, ...], flags: tuple[bool, ...], num_pipelines: int, num_micro_batches: int
 ) -> tuple[PipelineSpec, ...]:
-    """Like pipelines with contiguous shares; the first ones take one micro-batch more where N does not divide."""
+    """Like pipelines with contiguous shares; the first ones take one more where N does not divide evenly."""
     num_stages = len(flags)
     least, num_larger = divmod(num_micro_batches, num_pipelines)
     pipelines = []

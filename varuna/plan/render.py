@@ -43,9 +43,9 @@ def render_schedule(
     num_slots = round(simulation.makespan_s)
     lines = [f"{name}: {num_stages} stages, {num_micro_batches} micro-batches, {num_slots} units of time"]
     for index, timeline in enumerate(simulation.timelines):
-        label = f"stage {index:<{len(str(num_stages - 1))}} in flight
-        {simulation.peak_in_flight[index]:<{width}}" lines.append(f"{label} | {_row(timeline, num_slots,
-        width)}".rstrip())
+        peak = str(simulation.peak_in_flight[index])
+        label = f"stage {index:<{len(str(num_stages - 1))}}  in flight {peak:<{width}}"
+        lines.append(f"{label}| {_row(timeline, num_slots, width)}".rstrip())
     return "\n".join(lines) + "\n"
 
 
@@ -59,7 +59,7 @@ def _row(timeline: Sequence[TaskSpan], num_slots: int, width: int) -> str:
 
 
 def render_plan(plan: Plan, sections: Sequence[SectionSpec]) -> str:
-    """Which worker holds which sections, each pipeline's share, and the numbers of the step, as a short table."""
+    """Which worker holds which sections, each pipeline's share, and the numbers of the step, as a table."""
     total_flops = sum(section.forward_flops for section in sections)
     rows = [("pipeline", "micro-batches", "stage", "worker", "sections", "parameters", "work", "recompute")]
     for pipeline_index, pipeline in enumerate(plan.pipelines):

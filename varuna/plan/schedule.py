@@ -143,7 +143,7 @@ def pipeline_schedules(
 
 
 def default_max_in_flight(num_stages: int, stage_index: int) -> int:
-    """The limit of a ``varuna`` stage: twice the P - stage_index that messages without delay would need, and two.
+    """The limit of a ``varuna`` stage: twice the P - stage_index that free messages would need, and two.
 
     The second half covers late messages: the longer the way to the last stage and back, the more of them.
     Figures are in docs/concepts/plan.md. The last stage runs each backward right after its forward: one.
