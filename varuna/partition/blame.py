@@ -37,14 +37,15 @@ class Blame:
 def find_blame(error: BaseException, model: nn.Module) -> Blame:
     """Reads the traceback of what was raised while ``model`` ran, and of its causes; the deepest one counts."""
     best = Blame(modules=(), location="", source="")
-    for exception in _chain(error):
+    for exception in causes(error):
         found = _read(exception, model)
         if len(found.modules) > len(best.modules) or not best.location:
             best = found
     return best
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

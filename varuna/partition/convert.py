@@ -104,11 +104,14 @@ class _Converter:
             self.graph.output(self._map(node.args[0]))
         elif node.target is torch.ops.varuna.leaf.default:
             self._made[node] = self._leaf(node)
-        elif isinstance(self._made.get(node.args[0] if node.args else None), list):  # type: ignore[arg-type]
-            assert node.target is operator.getitem
+        elif self._is_leaf_output(node):
             self._made[node] = self._made[node.args[0]][node.args[1]]  # type: ignore[index]
         elif not is_check(node):
             self._made[node] = self._copy(node)
+
+    def _is_leaf_output(self, node: fx.Node) -> bool:
+        source = node.args[0] if node.target is operator.getitem else None
+        return isinstance(source, fx.Node) and isinstance(self._made[source], list)
 
     def _map(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, lambda node: self._made[node])

@@ -20,9 +20,9 @@ e.g. ``"b"``, ``"128*b"``), ``module_path`` (the innermost user module, ``""`` f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -77,8 +77,24 @@ class CapturedGraph:
     aliases: dict[str, str] = field(default_factory=dict)
 
     def to_device(self, device: torch.device | str) -> CapturedGraph:
-        """A copy whose factory functions, nested ones included, make their tensors on ``device``."""
-        raise NotImplementedError
+        """A copy whose factory functions, nested ones included, make their tensors on ``device``; constants go
+        there.
+        """
+        target = torch.device(device)
+
+        def moved(value: Any) -> Any:
+            return target if isinstance(value, torch.device) and value.type == self.device else value
+
+        return replace(
+            self,
+            graph=_map_devices(self.graph, moved),
+            subgraphs={name: _map_nested(module, moved) for name, module in self.subgraphs.items()},
+            constants={
+                name: value.to(target) if value.device.type == self.device else value
+                for name, value in self.constants.items()
+            },
+            device=target.type,
+        )
 
 
 def input_key(node: fx.Node) -> str:
@@ -109,7 +125,19 @@ def executable(captured: CapturedGraph, model: torch.nn.Module) -> fx.GraphModul
 
     For checks; the caller must not move or change modules through it.
     """
-    raise NotImplementedError
+    available: dict[str, Any] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **captured.constants,
+        **captured.subgraphs,
+    }
+    used: dict[str, Any] = {}
+    for node in captured.graph.nodes:
+        if node.op == "get_attr":
+            used[node.target] = available[node.target]
+        elif node.op == "call_module":
+            used[node.target] = model.get_submodule(node.target)
+    return fx.GraphModule(used, captured.graph)
 
 
 def nodes_with_subgraphs(captured: CapturedGraph) -> Iterator[fx.Node]:
@@ -119,3 +147,24 @@ def nodes_with_subgraphs(captured: CapturedGraph) -> Iterator[fx.Node]:
         for inner in module.modules():
             if isinstance(inner, fx.GraphModule):
                 yield from inner.graph.nodes
+
+
+def _map_devices(graph: fx.Graph, moved: Callable[[Any], Any]) -> fx.Graph:
+    made = fx.Graph()
+    output = made.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(output, tuple)
+    value, old_output = output
+    made.output(value).meta = dict(old_output.meta)
+    for node in made.nodes:
+        node.args = pytree.tree_map(moved, node.args)
+        node.kwargs = pytree.tree_map(moved, node.kwargs)
+    return made
+
+
+def _map_nested(module: fx.GraphModule, moved: Callable[[Any], Any]) -> fx.GraphModule:
+    children = {
+        name: _map_nested(child, moved)
+        for name, child in module.named_children()
+        if isinstance(child, fx.GraphModule)
+    }
+    return fx.GraphModule(dict(children), _map_devices(module.graph, moved), class_name="Nested")

@@ -56,6 +56,14 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
 leaf_op.register_autograd(_backward)
 
 
+class ProbeError(Exception):
+    """A leaf raised when it was run by itself on small inputs; ``path`` is the leaf."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"The module {path!r} fails on small random inputs.")
+        self.path = path
+
+
 @dataclass(frozen=True, kw_only=True)
 class LeafCall:
     """One call of a leaf in forward.
@@ -155,11 +163,7 @@ class LeafTracer:
             with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
                 leaf = _real_copy(module, path, self.originals, self.device, own_forward)
-                found = []
-                for described in calls:
-                    inputs = [_real_value(item, self.device) for item in described]
-                    args, kwargs = pytree.tree_unflatten(inputs, in_spec)
-                    found.append(pytree.tree_flatten(leaf(*args, **kwargs)))
+                found = [_run(leaf, path, described, in_spec, self.device) for described in calls]
             self._known[key] = _learn(path, found, batch_sizes)
         return self._known[key]
 
@@ -220,6 +224,18 @@ def _real_value(described: Any, device: str) -> Any:
     if described.dtype is torch.bool:
         return torch.ones(described.shape, dtype=torch.bool, device=device)
     return torch.zeros(described.shape, dtype=described.dtype, device=device)
+
+
+def _run(
+    leaf: nn.Module, path: str, described: Sequence[Any], in_spec: pytree.TreeSpec, device: str
+) -> tuple[list[Any], pytree.TreeSpec]:
+    inputs = [_real_value(item, device) for item in described]
+    args, kwargs = pytree.tree_unflatten(inputs, in_spec)
+    try:
+        output = leaf(*args, **kwargs)
+    except Exception as error:
+        raise ProbeError(path) from error
+    return pytree.tree_flatten(output)
 
 
 def _real_copy(

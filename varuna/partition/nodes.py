@@ -35,6 +35,7 @@ class Sizes:
     example: int
 
     def metadata(self, node: fx.Node) -> dict[str, Any]:
+        """``val``, ``sizes``, ``module_path`` and ``stack_trace`` of a node of the exported graph."""
         value = node.meta.get("val")
         return {
             "val": pytree.tree_map(self._value, value),
@@ -82,6 +83,7 @@ class Sizes:
 
 
 def module_path(node: fx.Node) -> str:
+    """The innermost user module in which a node of the exported graph was made; ``""`` for the root."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     path = re.sub(r"@\d+", "", str(path))

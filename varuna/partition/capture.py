@@ -1,0 +1,310 @@
+"""``capture``: the user's model and the shape of a batch become a ``CapturedGraph``.
+
+``torch.export`` runs the model's forward once on shapes (no memory, no values), in the run's own autocast, with
+one symbolic number of samples. If the model fixes the number of samples, the graph is for that number only.
+Modules that cannot be traced become opaque leaves, innermost first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from varuna.errors import CaptureError, LossError, VarunaError
+from varuna.partition.blame import Blame, causes, find_blame
+from varuna.partition.convert import Names, convert
+from varuna.partition.cutpoint import CutPoint
+from varuna.partition.fakes import fake_inputs, fake_tensors, training_mode
+from varuna.partition.graph import Autocast, CapturedGraph
+from varuna.partition.leaf import LeafTracer, ProbeError
+from varuna.partition.loss import OutputSpec, read_output
+from varuna.partition.signature import (
+    InputSignature,
+    call_arguments,
+    flatten_batch,
+    num_samples_of,
+    signature_of,
+)
+
+EXAMPLE_BATCH_SIZE = 2
+LARGEST_LEAF_SHARE = 0.8
+
+_DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+WAYS_OUT = (
+    "Three ways out: (1) rewrite the line so that it computes on tensors, e.g. with torch.where, and set "
+    "options that "
+    "skip layers at random (layerdrop) to 0; (2) move it into a submodule of its own, which then becomes an "
+    "opaque leaf "
+    "by itself or with opaque=['name']; (3) give Varuna an nn.Sequential or a list of modules, which is its "
+    "own sections."
+)
+
+
+def capture(
+    model: nn.Module,
+    batch: object,
+    *,
+    training: bool,
+    autocast: Autocast | None,
+    opaque: Sequence[str] = (),
+    num_samples: int | None = None,
+) -> CapturedGraph:
+    """Captures forward, loss included. The model, its modes and its hooks are as before afterwards.
+
+    Args:
+        model: on any device, the meta device included; its forward returns the loss.
+        batch: one batch, or an ``InputSignature`` (no data needed).
+        training: capture in train mode or in eval mode; a captured graph cannot change its mode.
+        autocast: the precision it will run under; its device type is the one the graph is captured for.
+        opaque: paths of modules to keep as opaque leaves.
+        num_samples: the batch size to use if the model fixes it; by default the batch's own.
+
+    Raises:
+        CaptureError: forward cannot be captured; says which line stopped it.
+        CutPointError: a ``CutPoint`` is misused.
+        LossError: forward does not return a loss.
+        DataError: the batch is not made of tensors and constants.
+    """
+    signature, fixed_size = _signature(batch, num_samples)
+    attempt = _Attempt(model=model, signature=signature, training=training, autocast=autocast)
+    leaves = _leaf_paths(model, opaque)
+    reasons: dict[str, Exception] = {}
+    for _ in range(sum(1 for _ in model.modules()) + 1):
+        try:
+            return _capture_with(attempt, leaves, fixed_size)
+        except ProbeError as failed:
+            raise _as_error(reasons.get(failed.path, failed), model) from failed
+        except VarunaError:
+            raise
+        except Exception as error:
+            path = _next_leaf(error, model, leaves)
+            reasons[path] = error
+            leaves = _leaf_paths(model, [*leaves, path])
+    raise AssertionError("every retry adds a leaf, so there are no more retries than modules")
+
+
+# --- one attempt ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """What stays the same over the retries of one capture."""
+
+    model: nn.Module
+    signature: InputSignature
+    training: bool
+    autocast: Autocast | None
+
+    @property
+    def device(self) -> str:
+        """The device type that tensors claim."""
+        if self.autocast is not None:
+            device = self.autocast.device_type
+        else:
+            device = next((p.device.type for p in self.model.parameters() if not p.is_meta), "cpu")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise CaptureError("The precision is for CUDA, but this process sees no CUDA device.")
+        return device
+
+
+class _Whole(nn.Module):
+    """What is exported: takes the batch's tensors as one list, returns the loss's tensors."""
+
+    def __init__(self, attempt: _Attempt, tracer: LeafTracer, found: list[OutputSpec]) -> None:
+        super().__init__()
+        self.model = attempt.model
+        self._attempt = attempt
+        self._tracer = tracer
+        self._found = found
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Calls the user's forward as a plain loop would."""
+        specs = self._attempt.signature.tensors
+        by_key = {spec.key: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+        batched = next((by_key[spec.key] for spec in specs if spec.has_batch_dim), None)
+        self._tracer.batch = 1 if batched is None else batched.shape[0]
+        args, kwargs = call_arguments(self._attempt.signature.tree, by_key)
+        output_spec, outputs = read_output(self.model(*args, **kwargs))
+        if self._attempt.training and not outputs[0].requires_grad:
+            raise LossError(
+                "The loss that forward returned does not depend on any trainable parameter (it was detached, "
+                "computed "
+                "under torch.no_grad, or every parameter is frozen)."
+            )
+        self._found.append(output_spec)
+        return outputs
+
+
+def _capture_with(attempt: _Attempt, leaves: Sequence[str], fixed_size: int) -> CapturedGraph:
+    """With a symbolic number of samples if the model allows it, else with a fixed one."""
+    has_batch_dim = any(spec.has_batch_dim for spec in attempt.signature.tensors)
+    if has_batch_dim:
+        try:
+            return _capture_once(attempt, leaves, Dim("batch", min=1), EXAMPLE_BATCH_SIZE)
+        except (VarunaError, ProbeError):
+            raise
+        except Exception as error:
+            _raise_own(error)
+            if is_data_dependent(error):
+                raise
+    try:
+        return _capture_once(attempt, leaves, None, fixed_size)
+    except Exception as error:
+        _raise_own(error)
+        raise
+
+
+def _capture_once(attempt: _Attempt, leaves: Sequence[str], dim: Any, example_batch_size: int) -> CapturedGraph:
+    model = attempt.model
+    canonical = _canonical_names(model)
+    found: list[OutputSpec] = []
+    mode = FakeTensorMode()
+    with (
+        _quiet(),
+        training_mode(model, attempt.training),
+        fake_tensors(model, mode, attempt.device) as originals,
+        torch.enable_grad(),
+    ):
+        tracer = LeafTracer(originals=originals, device=attempt.device)
+        inputs = fake_inputs(attempt.signature, example_batch_size, mode, attempt.device)
+        shapes = [
+            {0: dim} if dim is not None and spec.has_batch_dim else None for spec in attempt.signature.tensors
+        ]
+        with tracer.installed(model, leaves), _autocast_context(attempt.autocast):
+            exported: ExportedProgram = torch.export.export(
+                _Whole(attempt, tracer, found), (inputs,), dynamic_shapes=(shapes,), strict=False
+            )
+    names = Names(canonical=canonical, input_keys=attempt.signature.keys)
+    converted = convert(exported, names, tracer.calls, example_batch_size)
+    return CapturedGraph(
+        graph=converted.graph,
+        input_keys=attempt.signature.keys,
+        constants=converted.constants,
+        subgraphs=converted.subgraphs,
+        output_spec=found[-1],
+        signature=attempt.signature,
+        training=attempt.training,
+        dynamic_batch=dim is not None,
+        example_batch_size=example_batch_size,
+        opaque=tuple(leaves),
+        device=attempt.device,
+        aliases={name: first for name, first in canonical.items() if name != first},
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _autocast_context(autocast: Autocast | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if autocast is None else autocast.context()
+
+
+def _signature(batch: object, num_samples: int | None) -> tuple[InputSignature, int]:
+    if isinstance(batch, InputSignature):
+        return batch, num_samples or EXAMPLE_BATCH_SIZE
+    size = num_samples or num_samples_of(flatten_batch(batch))
+    return signature_of(batch, size), size
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, value in named:
+            canonical[name] = first.setdefault(id(value), name)
+    return canonical
+
+
+# --- leaves and errors ----------------------------------------------------------------------
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether capture stopped because the code looked at a tensor's values."""
+    return any(isinstance(cause, _DATA_DEPENDENT) for cause in causes(error))
+
+
+def _raise_own(error: BaseException) -> None:
+    """Raises the error of ours that is behind ``error``, if there is one."""
+    for cause in causes(error):
+        if isinstance(cause, (VarunaError, ProbeError)):
+            raise cause
+
+
+def _leaf_paths(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Paths as ``named_modules`` has them, without those that lie inside another one."""
+    by_module = {id(module): path for path, module in model.named_modules()}
+    known = []
+    for path in paths:
+        try:
+            known.append(by_module[id(model.get_submodule(path))])
+        except AttributeError:
+            raise CaptureError(f"opaque={path!r}: the model has no such module.") from None
+    if "" in known:
+        raise CaptureError(
+            "The whole model cannot be opaque: there would be nothing to divide. Name modules inside it."
+        )
+    return sorted({path for path in known if not any(path.startswith(f"{other}.") for other in known)})
+
+
+def _next_leaf(error: Exception, model: nn.Module, leaves: Sequence[str]) -> str:
+    """The module to make opaque because of ``error``. Raises CaptureError if none may be."""
+    blame = find_blame(error, model)
+    path = blame.modules[-1] if blame.modules else ""
+    if not path or path in leaves:
+        raise _as_error(error, model) from error
+    obstacle = _obstacle(model, path)
+    if obstacle:
+        raise CaptureError(f"{_what_happened(error, blame)} {obstacle} {WAYS_OUT}") from error
+    return path
+
+
+def _obstacle(model: nn.Module, path: str) -> str:
+    """Why a module may not become a leaf by itself; empty if it may."""
+    module = model.get_submodule(path)
+    for name, value in vars(module).items():
+        if "layerdrop" in name.lower().replace("_", "") and isinstance(value, float) and value > 0:
+            return f"{path}.{name} is {value}, so that it skips layers at random; set it to 0."
+    if any(isinstance(inner, CutPoint) for inner in module.modules()):
+        return f"The module {path!r} holds CutPoints, so it cannot become an opaque leaf."
+    share = _num_elements(module) / max(_num_elements(model), 1)
+    if share > LARGEST_LEAF_SHARE:
+        return f"The module {path!r} holds {share:.0%} of the parameters, too much for an opaque leaf."
+    return ""
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _as_error(error: Exception, model: nn.Module) -> CaptureError:
+    return CaptureError(f"{_what_happened(error, find_blame(error, model))} {WAYS_OUT}")
+
+
+def _what_happened(error: Exception, blame: Blame) -> str:
+    inside = f" (in module {blame.modules[-1]!r})" if blame.modules and blame.modules[-1] else ""
+    if is_data_dependent(error):
+        return (
+            f"The model's forward decides by the values of tensors{inside}, which a graph cannot hold, at "
+            f"{blame}."
+        )
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"The model's forward{inside} cannot be captured: {type(error).__name__}: {first_line}, at {blame}."
