@@ -1,10 +1,10 @@
 """A user-space network switch with delay and jitter, over TUN devices; needs root and iproute2.
 
 Each worker process lives in a network namespace of its own with one TUN device; the switch process reads IP
-packets from all of them and writes each to the device of its destination after a delay drawn anew per packet. The
-order from one sender to one receiver is kept, acknowledgements included. The MTU is large, so that a small message
-is one packet. Namespaces and devices have no names outside their processes: they vanish with them, however the run
-ends.
+packets from all of them and writes each to the device of its destination after a delay drawn anew per packet.
+The order from one sender to one receiver is kept, acknowledgements included. The MTU is large, so that a small
+message is one packet. Namespaces and devices have no names outside their processes: they vanish with them,
+however the run ends.
 """
 
 from __future__ import annotations
