@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -118,11 +117,9 @@ def is_root_cause(error: BaseException) -> bool:
     )
 
 
-def record_of(
-    error: BaseException, worker_index: int, *, shown_traceback: TracebackType | None = None, exit_code: int = 1
-) -> FailureRecord:
-    """Describe an exception; ``shown_traceback`` replaces its own traceback (launcher's frames cut off)."""
-    lines = traceback.format_exception(type(error), error, shown_traceback or error.__traceback__)
+def record_of(error: BaseException, worker_index: int, *, exit_code: int = 1) -> FailureRecord:
+    """Describe an exception that worker ``worker_index`` met, as of now."""
+    lines = traceback.format_exception(error)
     return FailureRecord(
         worker_index=worker_index,
         host=socket.gethostname(),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import torch.distributed as dist
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from varuna.errors import PeerLost
 from varuna.failure import FailurePlace, FailureRecord, decode_record, encode_record, is_root_cause, record_of
@@ -35,7 +35,7 @@ def describe_failure(error: BaseException, place: FailurePlace, worker_index: in
     return replace(record_of(error, worker_index), place=place).summary()
 
 
-def publish_failure(store: dist.Store, generation: int, worker_index: int, error: BaseException) -> bool:
+def publish_failure(store: Store, generation: int, worker_index: int, error: BaseException) -> bool:
     """Tell the other workers of this generation why this one fails. Never raises for a store that is gone too.
 
     Returns whether it was told: False if the error only says that another worker went away, if another's
@@ -46,12 +46,12 @@ def publish_failure(store: dist.Store, generation: int, worker_index: int, error
     mine = encode_record(record_of(error, worker_index))
     try:
         return bool(store.compare_set(failure_key(generation), "", mine.decode()) == mine)
-    except dist.DistError:  # the store died as well: the launcher's own record has to do
+    except DistError:  # the store died as well: the launcher's own record has to do
         return False
 
 
 def published_failure(
-    store: dist.Store, generation: int, *, timeout_s: float = _EXPLAIN_TIMEOUT_S
+    store: Store, generation: int, *, timeout_s: float = _EXPLAIN_TIMEOUT_S
 ) -> FailureRecord | None:
     """The first failure told in this generation; waits at most ``timeout_s`` seconds for one."""
     key = failure_key(generation)
@@ -62,12 +62,12 @@ def published_failure(
                 return None
             time.sleep(_POLL_S)
         return decode_record(bytes(store.get(key)))
-    except dist.DistError:  # the store is gone as well
+    except DistError:  # the store is gone as well
         return None
 
 
 def explain_peer_loss(
-    store: dist.Store, generation: int, error: BaseException, *, timeout_s: float = _EXPLAIN_TIMEOUT_S
+    store: Store, generation: int, error: BaseException, *, timeout_s: float = _EXPLAIN_TIMEOUT_S
 ) -> PeerLost:
     """A ``PeerLost`` that says why the connection broke, if its cause was told within ``timeout_s`` seconds."""
     record = published_failure(store, generation, timeout_s=timeout_s)

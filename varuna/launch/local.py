@@ -1,0 +1,277 @@
+"""A job on this machine: starts the zygote, has it fork the store and the workers, and sees the job to its end.
+
+This process has no torch and does no work: it waits for reports, asks the ``Supervisor`` what follows, and does
+that. Whatever way it leaves, the control socket closes with it and the zygote ends everything.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+import varuna
+from varuna.config import LayoutConfig
+from varuna.failure import read_record, record_path
+from varuna.launch.output import Output, PrefixedStream, say
+from varuna.launch.processes import adopt_orphans, kill_children, kill_group
+from varuna.launch.protocol import (
+    Channel,
+    Exited,
+    Ready,
+    SendSignal,
+    Started,
+    StartProcess,
+    StartStore,
+    StoreReady,
+    WorkerNotice,
+    decode_report,
+)
+from varuna.launch.report import failure_report
+from varuna.launch.signals import SignalInbox
+from varuna.launch.supervise import Supervisor
+from varuna.launch.timing import StartTiming
+
+STORE_NAME = "store"
+_HOST = "127.0.0.1"
+_ZYGOTE_EXIT_TIMEOUT_S = 1.0
+_NOTICE_BYTES = 65536
+_ZYGOTE_CODE = "import sys; sys.path.append(sys.argv.pop(1)); from varuna.launch.zygote import main; main()"
+_SHOW_CURSOR = "\x1b[?25h"  # a progress line that was killed may have hidden it
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_ONE_THREAD_ALONE = ("OPENBLAS_NUM_THREADS",)  # numpy would start its threads before the fork
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """What to run on this machine.
+
+    Attributes:
+        target: path of a script, or with ``is_module`` the name of a module.
+        arguments: what it finds in ``sys.argv[1:]``.
+        num_workers: processes to start.
+        layout: what the user fixed of the layout, handed to workers in their environment.
+        run_id: name of the run.
+        log_dir: an existing directory for logs and failure records.
+        show_all: repeat every worker's output on the terminal, not only worker 0's.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    num_workers: int = 1
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    run_id: str = "local"
+    log_dir: Path
+    show_all: bool = False
+
+
+def run_local(job: LocalJob, environ: Mapping[str, str]) -> int:
+    """Run a job to its end and return its exit code. From the main thread only: it takes signals meanwhile.
+
+    Workers' output and, when the job fails, the report go to this process's standard output and error.
+    """
+    for worker_index in range(job.num_workers):
+        record_path(job.log_dir, worker_index).unlink(missing_ok=True)
+    adopt_orphans()
+    with SignalInbox((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as inbox:
+        launcher = _Launcher(job, environ, inbox)
+        try:
+            return launcher.run()
+        finally:
+            launcher.close()
+
+
+class _Launcher:
+    """The shell around the ``Supervisor``: descriptors in, instructions out."""
+
+    def __init__(self, job: LocalJob, environ: Mapping[str, str], inbox: SignalInbox) -> None:
+        self._job = job
+        self._environ = environ
+        self._inbox = inbox
+        self._timing = StartTiming(time.monotonic(), job.num_workers)
+        self._supervisor = Supervisor(job.num_workers)
+        self._output = Output(job.log_dir, "all" if job.show_all else "first")
+        self._token = secrets.token_hex(16)
+        self._group_ids: list[int] = []
+        self._notices, self._notices_writer = os.pipe()
+        os.set_blocking(self._notices, False)
+        self._partial_notice = b""
+        self._selector = selectors.DefaultSelector()
+        self._zygote, self._channel = _start_zygote(environ, job.num_workers)
+
+    def run(self) -> int:
+        """See the job through; returns its exit code."""
+        for source in (self._channel.connection, self._notices, self._inbox):
+            self._selector.register(source, selectors.EVENT_READ)
+        while not self._supervisor.is_done:
+            self._send_due_signals()
+            for key, _ in self._selector.select(self._supervisor.wait_s(time.monotonic())):
+                if isinstance(key.data, PrefixedStream) and not key.data.pump():
+                    self._selector.unregister(key.fd)
+            self._read_signals()
+            self._read_notices()
+            self._read_reports()
+        return self._finish()
+
+    def close(self) -> None:
+        """End the zygote and whatever is left of the job. Idempotent."""
+        self._channel.close()
+        try:
+            self._zygote.wait(_ZYGOTE_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._zygote.kill()
+            self._zygote.wait()
+        if self._zygote.returncode != 0:  # it did not come to end what it had forked
+            for group_id in self._group_ids:
+                kill_group(group_id, signal.SIGKILL)
+            self._group_ids.clear()
+            kill_children()
+
+    def _finish(self) -> int:
+        self.close()
+        self._selector.close()
+        os.close(self._notices)
+        os.close(self._notices_writer)
+        self._output.close()
+        outcome = self._supervisor.outcome()
+        report = failure_report(outcome, self._output.tail, self._job.log_dir)
+        if report and sys.stderr.isatty():
+            sys.stderr.write(_SHOW_CURSOR)
+        sys.stderr.write(report)
+        sys.stderr.flush()
+        return outcome.exit_code
+
+    # --- what arrives -----------------------------------------------------------------------
+
+    def _read_signals(self) -> None:
+        for signum in self._inbox.read():
+            self._supervisor.stop_requested(signum, time.monotonic())
+
+    def _read_notices(self) -> None:
+        try:
+            data = os.read(self._notices, _NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        *lines, self._partial_notice = (self._partial_notice + data).split(b"\n")
+        for line in lines:
+            notice = msgspec.json.decode(line, type=WorkerNotice)
+            if notice.is_failure:
+                self._take_record(notice.worker_index)
+            else:
+                self._timing.worker_runs(notice.at_s)
+                if self._timing.is_complete and self._environ.get("VARUNA_TIMING"):
+                    say(self._timing.summary())
+
+    def _read_reports(self) -> None:
+        for line in self._channel.receive_lines():
+            report = decode_report(line)
+            match report:
+                case Ready():
+                    self._timing.zygote_ready(time.monotonic(), report.import_s)
+                    self._channel.send(StartStore(host=_HOST))
+                case StoreReady():
+                    self._timing.store_ready(time.monotonic())
+                    self._start_workers(report)
+                case Started():
+                    self._group_ids.append(report.pid)
+                    if report.name != STORE_NAME:
+                        self._supervisor.worker_started(_worker_index(report.name))
+                case Exited():
+                    self._exited(report)
+        if not self._channel.is_open and not self._supervisor.is_done:
+            self._zygote.wait()
+            self._supervisor.zygote_lost(self._zygote.returncode, time.monotonic())
+
+    def _exited(self, report: Exited) -> None:
+        if report.name == STORE_NAME:
+            self._supervisor.store_lost(time.monotonic())
+            return
+        worker_index = _worker_index(report.name)
+        self._take_record(worker_index)  # its notice may still be in the pipe
+        self._supervisor.worker_exited(worker_index, report.code, report.at_s, time.monotonic())
+
+    def _take_record(self, worker_index: int) -> None:
+        record = read_record(self._job.log_dir, worker_index)
+        if record is not None and self._supervisor.worker_failed(record, time.monotonic()):
+            self._output.append(worker_index, record.traceback_text)
+
+    # --- what is done -----------------------------------------------------------------------
+
+    def _start_workers(self, store: StoreReady) -> None:
+        job = self._job
+        for worker_index in range(job.num_workers):
+            streams = self._output.streams_for(worker_index)
+            request = StartProcess(
+                name=_worker_name(worker_index),
+                worker_index=worker_index,
+                target=job.target,
+                is_module=job.is_module,
+                arguments=list(job.arguments),
+                environ=_worker_environ(job, worker_index, store, self._token),
+                failure_dir=str(job.log_dir),
+            )
+            fds = (streams.stdin, streams.stdout, streams.stderr, self._notices_writer)
+            self._channel.send(request, fds)
+            streams.close()
+        for pipe in self._output.pipes:
+            self._selector.register(pipe.fd, selectors.EVENT_READ, pipe)
+
+    def _send_due_signals(self) -> None:
+        for due in self._supervisor.due_signals(time.monotonic()):
+            everything = due.signum == signal.SIGKILL
+            name = _worker_name(due.worker_index)
+            self._channel.send(SendSignal(name=name, signum=due.signum, with_children=everything))
+
+
+def _start_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start it in a session of its own, so that the terminal's signals reach the launcher alone."""
+    ours, its = socket.socketpair()
+    package_root = str(Path(varuna.__file__).parent.parent)
+    threads = _ONE_THREAD if num_workers > 1 else _ONE_THREAD_ALONE
+    with its:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _ZYGOTE_CODE, package_root, str(its.fileno())],
+            env={**dict.fromkeys(threads, "1"), **environ},
+            pass_fds=(its.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return process, Channel(ours)
+
+
+def _worker_environ(job: LocalJob, worker_index: int, store: StoreReady, token: str) -> dict[str, str]:
+    """What a worker finds in its environment: torchrun's names, and Varuna's own."""
+    return {
+        "RANK": str(worker_index),
+        "WORLD_SIZE": str(job.num_workers),
+        "LOCAL_RANK": str(worker_index),
+        "LOCAL_WORLD_SIZE": str(job.num_workers),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        # so that torch.distributed.init_process_group() in a user's script joins this store as a client
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "VARUNA_RUN_ID": job.run_id,
+        "VARUNA_TOKEN": token,
+        "VARUNA_FAILURE_DIR": str(job.log_dir),
+        **job.layout.to_env(),
+    }
+
+
+def _worker_name(worker_index: int) -> str:
+    return f"worker-{worker_index}"
+
+
+def _worker_index(name: str) -> int:
+    return int(name.removeprefix("worker-"))

@@ -1,0 +1,147 @@
+"""Where workers' output goes: worker 0 speaks to the terminal, the others to log files and on request to both.
+
+Worker 0 gets the launcher's own descriptors, so a progress line sees a terminal when there is one. Every other
+worker writes standard output and error, in order, to ``worker-<i>.log``; with ``show="all"`` the launcher
+stands between and repeats each line on its own output behind ``[worker <i>] ``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+Show = Literal["first", "all"]
+
+_READ_BYTES = 65536
+_TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStreams:
+    """Descriptors for a worker's standard streams; ``close`` them once the worker has its copies."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+    owned: tuple[int, ...]
+
+    def close(self) -> None:
+        """Close what was opened for this worker alone."""
+        for fd in self.owned:
+            os.close(fd)
+
+
+class PrefixedStream:
+    """Repeats what arrives on a pipe: every line to the log, and with a prefix to a sink."""
+
+    def __init__(self, fd: int, prefix: str, log: BinaryIO, sink: Callable[[bytes], None]) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._prefix = prefix.encode()
+        self._log = log
+        self._sink = sink
+        self._partial = b""
+
+    def pump(self) -> bool:
+        """Pass on what has arrived; False at the end of the stream, whose last line may lack its newline."""
+        while True:
+            try:
+                data = os.read(self.fd, _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._pass_on([self._partial] if self._partial else [])
+                self._partial = b""
+                return False
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            self._pass_on(lines)
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        for line in lines:
+            self._log.write(line + b"\n")
+            self._sink(self._prefix + line + b"\n")
+
+
+class Output:
+    """The log files and pipes of one job.
+
+    Args:
+        log_dir: an existing directory; logs of an earlier run there are replaced.
+        show: whose output the terminal shows.
+    """
+
+    def __init__(self, log_dir: Path, show: Show) -> None:
+        self.log_dir = log_dir
+        self.pipes: list[PrefixedStream] = []
+        self._show = show
+        self._logs: dict[int, BinaryIO] = {}
+
+    def streams_for(self, worker_index: int) -> WorkerStreams:
+        """Open what a worker reads and writes."""
+        if worker_index == 0:
+            return WorkerStreams(stdin=0, stdout=1, stderr=2, owned=())
+        log = self._log_of(worker_index)
+        null = os.open(os.devnull, os.O_RDONLY)
+        if self._show == "first":
+            return WorkerStreams(stdin=null, stdout=log.fileno(), stderr=log.fileno(), owned=(null,))
+        stdout = self._pipe(worker_index, log, _write_stdout)
+        stderr = self._pipe(worker_index, log, _write_stderr)
+        return WorkerStreams(stdin=null, stdout=stdout, stderr=stderr, owned=(null, stdout, stderr))
+
+    def append(self, worker_index: int, text: str) -> None:
+        """Add the launcher's own words to a worker's log; worker 0 has none."""
+        if worker_index in self._logs:
+            self._logs[worker_index].write(text.encode())
+
+    def tail(self, worker_index: int, num_lines: int) -> str:
+        """The last lines of a worker's log; empty for worker 0, whose output was seen."""
+        log = self._logs.get(worker_index)
+        if log is None:
+            return ""
+        with Path(log.name).open("rb") as reader:
+            size = reader.seek(0, os.SEEK_END)
+            reader.seek(max(0, size - _TAIL_BYTES))
+            lines = reader.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def close(self) -> bool:
+        """Pass on what is left and close all; returns whether any log has content."""
+        for pipe in self.pipes:
+            pipe.pump()
+            os.close(pipe.fd)
+        self.pipes.clear()
+        has_content = any(os.fstat(log.fileno()).st_size for log in self._logs.values())
+        for log in self._logs.values():
+            log.close()
+        return has_content
+
+    def _log_of(self, worker_index: int) -> BinaryIO:
+        path = self.log_dir / f"worker-{worker_index}.log"
+        path.unlink(missing_ok=True)
+        self._logs[worker_index] = path.open("ab", buffering=0)
+        return self._logs[worker_index]
+
+    def _pipe(self, worker_index: int, log: BinaryIO, sink: Callable[[bytes], None]) -> int:
+        reader, writer = os.pipe()
+        self.pipes.append(PrefixedStream(reader, f"[worker {worker_index}] ", log, sink))
+        return writer
+
+
+def say(text: str) -> None:
+    """One line of the launcher's own on standard error."""
+    sys.stderr.write(f"varuna: {text}\n")
+    sys.stderr.flush()
+
+
+def _write_stdout(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def _write_stderr(line: bytes) -> None:
+    sys.stderr.buffer.write(line)
+    sys.stderr.buffer.flush()

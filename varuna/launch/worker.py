@@ -1,0 +1,156 @@
+"""What a freshly forked worker does: take its place in the world, then be the user's script.
+
+The script runs as ``__main__`` with its own ``sys.argv`` and ``sys.path[0]``, as under ``python train.py``. Its
+exception, if it ends in one, becomes a failure record for the launcher, which shows the one that matters first;
+it is printed here only when no record can be left.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import importlib.util
+import io
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+
+import msgspec
+
+from varuna.errors import ConfigError
+from varuna.failure import FailureRecord, record_of, write_record
+from varuna.launch.protocol import StartProcess, WorkerNotice
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def run_worker(request: StartProcess, fds: Sequence[int]) -> int:
+    """Run the user's script in this process; returns the exit code it should end with."""
+    stdin, stdout, stderr, notice_fd = fds
+    os.environ.update(request.environ)
+    _take_streams(stdin, stdout, stderr)
+    os.set_inheritable(notice_fd, False)
+    faulthandler.enable()
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _notify(notice_fd, request, is_failure=False)
+        code, module = _load_main(request)
+        exec(code, module.__dict__)
+    except SystemExit as error:
+        return _exit_code(error, request, notice_fd)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BaseException as error:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        _leave_record(record_of(error, request.worker_index), request, notice_fd, error)
+        return 1
+    return 0
+
+
+def _take_streams(stdin: int, stdout: int, stderr: int) -> None:
+    for fd, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(fd, target)
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _load_main(request: StartProcess) -> tuple[types.CodeType, types.ModuleType]:
+    """Compile the script or module and make the ``__main__`` it will run in."""
+    script_dir = str(Path.cwd()) if request.is_module else str(Path(request.target).absolute().parent)
+    sys.path.insert(0, script_dir)
+    main = types.ModuleType("__main__")
+    if request.is_module:
+        spec = _module_spec(request.target)
+        assert isinstance(spec.loader, SourceFileLoader)
+        code = spec.loader.get_code(spec.name)
+        path, loader = spec.origin, spec.loader
+        main.__spec__, main.__package__ = spec, spec.parent
+    else:
+        path = str(Path(request.target).absolute())
+        loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(Path(path).read_bytes(), path)
+        main.__package__ = None
+    assert code is not None
+    assert path is not None
+    main.__file__, main.__loader__ = path, loader
+    main.__dict__["__builtins__"] = builtins
+    sys.argv = [path if request.is_module else request.target, *request.arguments]
+    sys.modules["__main__"] = main
+    return code, main
+
+
+def _module_spec(name: str) -> ModuleSpec:
+    """Where ``-m name`` leads: the module, or ``__main__`` of a package."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
+        raise ConfigError(
+            f"No module {name!r} with Python source that can be run. Looked in {Path.cwd()} and the installed "
+            f"packages; give the name as for `python -m`."
+        )
+    return spec
+
+
+# --- how it ended ---------------------------------------------------------------------------
+
+
+def _exit_code(error: SystemExit, request: StartProcess, notice_fd: int) -> int:
+    """The code of ``sys.exit``; one that is not 0 is a failure, told without a traceback."""
+    if error.code is None or error.code == 0:
+        return 0
+    is_number = isinstance(error.code, int)
+    code = error.code & 0xFF if isinstance(error.code, int) else 1
+    if not is_number:
+        sys.stderr.write(f"{error.code}\n")
+    where = _last_line(error)
+    record = record_of(error, request.worker_index, exit_code=code)
+    text = f"exit code {code}{where}" if is_number else f"{error.code}{where}"
+    _leave_record(replace(record, error_text=text, traceback_text=""), request, notice_fd, None)
+    return code
+
+
+def _leave_record(
+    record: FailureRecord, request: StartProcess, notice_fd: int, error: BaseException | None
+) -> None:
+    try:
+        write_record(record, Path(request.failure_dir))
+    except OSError as problem:
+        sys.stderr.write(f"{record.traceback_text}varuna: no failure record: {problem}\n")
+    _notify(notice_fd, request, is_failure=True)
+    if error is not None and record.is_root_cause and sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(
+            type(error), error, error.__traceback__
+        )  # a hook of the user's own, e.g. an error tracker
+
+
+def _notify(notice_fd: int, request: StartProcess, *, is_failure: bool) -> None:
+    notice = WorkerNotice(worker_index=request.worker_index, is_failure=is_failure, at_s=time.monotonic())
+    os.write(notice_fd, msgspec.json.encode(notice) + b"\n")
+
+
+def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Cut the frames of this file and the import system before the user's first line."""
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == __file__
+        or trace.tb_frame.f_code.co_filename.startswith("<frozen ")
+    ):
+        trace = trace.tb_next
+    return trace
+
+
+def _last_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(_without_own_frames(error.__traceback__))
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,199 @@
+"""The process that has torch imported and forks workers: ``import torch`` is paid once, not once per worker.
+
+Started by the launcher with a control socket (``protocol.py``); lives in a session of its own, so a Ctrl-C in
+the terminal reaches the launcher alone, which decides what workers hear of it. It has one thread, joins no
+process group, never touches CUDA, and uses no OpenMP pool: what a fork must not copy is never there. When the
+launcher ends, however it ends, the control socket ends, and everything that was forked here is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from varuna.launch.processes import (
+    adopt_orphans,
+    die_with_parent,
+    exit_code,
+    kill_children,
+    kill_group,
+    num_threads,
+    set_process_name,
+)
+from varuna.launch.protocol import (
+    Channel,
+    Exited,
+    Ready,
+    SendSignal,
+    Started,
+    StartProcess,
+    StartStore,
+    StoreReady,
+    decode_request,
+)
+from varuna.launch.worker import run_worker
+
+STORE_NAME = "store"
+ForkedJob = Callable[[], int]  # what a forked child is to do; its result is the exit code
+
+_STORE_BACKLOG = 1024
+
+
+def main() -> None:
+    """Entry point; ``sys.argv[1]`` is the number of the control socket's descriptor."""
+    die_with_parent(signal.SIGKILL)  # until the loop below watches the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    started_s = time.monotonic()
+    _import_what_workers_need()
+    channel.send(Ready(import_s=time.monotonic() - started_s))
+    job = Zygote(channel).serve()
+    sys.exit(job() if job is not None else 0)
+
+
+def _import_what_workers_need() -> None:
+    for name in ("numpy", "torch", "torch.distributed", "varuna.session"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # shared pages stay shared: the children's collector does not touch what is older than the fork
+    if num_threads() > 1:
+        sys.stderr.write(f"varuna: {num_threads()} threads run where workers are forked; that may hang them.\n")
+
+
+class Zygote:
+    """Serves the launcher's requests until its socket ends."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._names: dict[int, str] = {}  # process id -> name
+        self._wakeup, self._wakeup_writer = socket.socketpair()
+
+    def serve(self) -> ForkedJob | None:
+        """Run until the launcher is gone (None), or return in a forked child with what it is to do."""
+        self._watch_children()
+        adopt_orphans()
+        die_with_parent(0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel.connection, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while self._channel.is_open:
+                selector.select()
+                for line in self._channel.receive_lines():
+                    job = self._handle(line)
+                    if job is not None:
+                        return job
+                self._reap()
+        for pid in self._names:
+            kill_group(pid, signal.SIGKILL)
+        kill_children()
+        return None
+
+    def _handle(self, line: bytes) -> ForkedJob | None:
+        request = decode_request(line)
+        match request:
+            case StartStore():
+                return self._start_store(request)
+            case StartProcess():
+                return self._start_process(request)
+            case SendSignal():
+                self._signal(request)
+        return None
+
+    def _start_process(self, request: StartProcess) -> ForkedJob | None:
+        fds = self._channel.take_fds(request.num_fds)
+        if self._fork(request.name) == 0:
+            return lambda: _be_worker(request, fds)
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _start_store(self, request: StartStore) -> ForkedJob | None:
+        listener = socket.create_server((request.host, 0), backlog=_STORE_BACKLOG)
+        port = listener.getsockname()[1]
+        if self._fork(STORE_NAME) == 0:
+            return lambda: _host_store(request.host, listener)
+        listener.close()
+        self._channel.send(StoreReady(host=request.host, port=port))
+        return None
+
+    def _fork(self, name: str) -> int:
+        zygote_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != zygote_pid:  # it ended before the line above
+                os._exit(1)
+            set_process_name(f"varuna-{name}")
+            self._forget()
+            return 0
+        os.setpgid(pid, pid)  # here too, so that the group exists before anybody signals it
+        self._names[pid] = name
+        self._channel.send(Started(name=name, pid=pid))
+        return pid
+
+    def _forget(self) -> None:
+        """In a child: let go of what is the zygote's own."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._wakeup.close()
+        self._wakeup_writer.close()
+        self._channel.close()
+
+    def _signal(self, request: SendSignal) -> None:
+        for pid, name in self._names.items():
+            if name == request.name and request.with_children:
+                kill_group(pid, request.signum)
+            elif name == request.name:
+                os.kill(pid, request.signum)  # not reaped yet, so the number is still this process's
+
+    def _watch_children(self) -> None:
+        self._wakeup.setblocking(False)
+        self._wakeup_writer.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _reap(self) -> None:
+        """Report processes that ended; what a worker had started ends with it."""
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.recv(4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self._names.pop(pid, None)
+            if name is not None:
+                kill_group(pid, signal.SIGKILL)
+                self._channel.send(Exited(name=name, code=exit_code(status), at_s=time.monotonic()))
+
+
+def _be_worker(request: StartProcess, fds: list[int]) -> int:
+    """In a forked child: a fresh numpy generator, since the fork copied the zygote's to all; then work."""
+    import numpy as np
+
+    np.random.seed()
+    return run_worker(request, fds)
+
+
+def _host_store(host: str, listener: socket.socket) -> int:
+    """In a forked child: serve the rendezvous store on the listening socket until killed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while store.port == port:
+        signal.pause()
+    return 0
