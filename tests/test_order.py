@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -102,11 +103,9 @@ def test_every_place_holds_every_part_of_the_dataset_equally_often(length):
 
 def test_neighbours_in_the_order_are_not_neighbours_in_the_dataset():
     ids = sample_ids(0, 10**6, 20000, 0)
-    gaps = Counter(
-        10 * ((second - first) % 10**6) // 10**6 for first, second in zip(ids, ids[1:], strict=False)
-    )
+    gaps = Counter(10 * ((second - first) % 10**6) // 10**6 for first, second in pairwise(ids))
     assert chi_squared_is_usual(gaps, 10, len(ids) - 1)
-    assert sum(abs(second - first) == 1 for first, second in zip(ids, ids[1:], strict=False)) <= 3
+    assert sum(abs(second - first) == 1 for first, second in pairwise(ids)) <= 3
 
 
 def test_epochs_and_seeds_give_unrelated_orders():
@@ -149,7 +148,7 @@ def shares(ids, micro_batch_size, num_pipelines):
     borders = [len(micro_batches) * d // num_pipelines for d in range(num_pipelines + 1)]
     return [
         [sample_id for micro_batch in micro_batches[begin:end] for sample_id in micro_batch]
-        for begin, end in zip(borders, borders[1:], strict=False)
+        for begin, end in pairwise(borders)
     ]
 
 
@@ -171,7 +170,7 @@ def test_r36_no_sample_is_padded_or_dropped_for_any_number_of_pipelines(num_pipe
     for t in range(61):  # 61 steps of 13 samples: exactly 13 epochs
         for share in shares(sample_ids(t, length, batch_size, seed), 2, num_pipelines):
             used.update(share)
-    assert used == {sample_id: 13 for sample_id in range(length)}
+    assert used == dict.fromkeys(range(length), 13)
 
 
 # --- errors and purity ----------------------------------------------------------------------

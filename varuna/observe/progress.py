@@ -32,7 +32,7 @@ from varuna.events import (
     TrainStarted,
 )
 from varuna.observe.live import LiveLine
-from varuna.observe.stepline import StepLine, Tracker
+from varuna.observe.stepline import Tracker
 from varuna.observe.text import human_duration
 from varuna.plan import render_plan
 from varuna.spec import Plan, SectionSpec
@@ -123,17 +123,16 @@ class LiveProgress:
     def __call__(self, event: Event) -> None:
         """Take one event."""
         now_s = self._clock.now_s()
+        if isinstance(event, TrainFinished):
+            self._line.stop()
+        for line in self._narrator.lines(event):
+            self._line.print_above(line)
         if isinstance(event, TrainStarted):
             self._tracker = Tracker(event, now_s)
             self._line.start(self._tracker.waiting())
         elif isinstance(event, StepFinished):
             assert self._tracker is not None, "a step before the training started"
-            step_line: StepLine = self._tracker.take(event.step, now_s)
-            self._line.show(step_line, now_s)
-        elif isinstance(event, TrainFinished):
-            self._line.stop()
-        for line in self._narrator.lines(event):
-            self._line.print_above(line)
+            self._line.show(self._tracker.take(event.step, now_s), now_s)
 
 
 class Narrator:

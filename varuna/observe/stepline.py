@@ -107,7 +107,9 @@ class Tracker:
     def waiting(self) -> Text:
         """What to show before the first step is done."""
         first = self._end_step - self._num_steps
-        return Text(f"{first}/{self._end_step} waiting for the first step", style="dim")
+        return Text(
+            f"{first}/{self._end_step} waiting for the first step", style="dim", no_wrap=True, overflow="crop"
+        )
 
     def take(self, step: Step, now_s: float) -> StepLine:
         """One more step is done. The first is slow (warm-up): the mean forgets it when there is a second."""
