@@ -3,8 +3,8 @@
 Within a pipeline buffers change micro-batch by micro-batch, in order. At the end of the step the pipelines'
 copies are joined so that the result is that of one process running micro-batches 0..N-1 one after another.
 
-``affine`` buffers follow ``r <- decay * r + c_k`` (BatchNorm: decay is 1 - momentum; counters: decay 1). Pipeline
-d started from r_0 and ran the n_d micro-batches before end_d, which left r_d. Then
+``affine`` buffers follow ``r <- decay * r + c_k`` (BatchNorm: decay is 1 - momentum; counters: decay 1).
+Pipeline d started from r_0 and ran the n_d micro-batches before end_d, which left r_d. Then
 
     r_N = decay^N r_0 + sum over d of decay^(N - end_d) (r_d - decay^n_d r_0)
 

@@ -2,7 +2,8 @@
 
 A parameter that is not held is on the meta device: shape and dtype, no storage. ``torch.utils.swap_tensors``
 changes that inside the same ``nn.Parameter`` object, so the user's references, the optimizer's param
-groups, schedulers and ties stay valid. Names are those of ``model.named_parameters()``; a tied weight has its first one.
+groups, schedulers and ties stay valid. Names are those of ``model.named_parameters()``; a tied weight has its
+first one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,173 @@
+"""Groups of a generation: sums, gathers, teardown in the same process, addresses."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+
+from tests.run.processes import Context, WorkersFailed, run_workers
+from varuna.errors import ConfigError, PeerLost
+from varuna.run.address import choose_address, peer_to_ask, route_to
+from varuna.run.groups import Groups, World, connect, store_is_served
+
+
+def alone() -> World:
+    return World(rank=0, size=1, store=connect(0, 1, "", 0, prefix="alone", timeout_s=1.0))
+
+
+def test_one_worker_needs_no_network() -> None:
+    groups = Groups(alone())
+    value = torch.tensor([1.5, 2.0])
+    groups.all_reduce_sum(value)
+    assert value.tolist() == [1.5, 2.0]
+    assert groups.all.all_gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
+    groups.all.broadcast(value, 0)
+    groups.all.barrier()
+    groups.close()
+    groups.close()
+
+
+def sums(context: Context) -> dict[str, object]:
+    groups = context.groups()
+    rank = context.rank
+    groups.prepare([(0, 1), (1, 2, 3), (0, 3), (2,), range(4)])
+    found: dict[str, object] = {}
+    for ranks in ((0, 1), (1, 2, 3), (0, 3)):
+        if rank in ranks:
+            value = torch.full((3,), float(2**rank), dtype=torch.float64)
+            groups.all_reduce_sum(value, ranks)
+            found[str(ranks)] = value.tolist()
+    everyone = groups.all
+    found["json"] = everyone.all_gather_json({"rank": rank, "text": "x" * rank})
+    found["bytes"] = [len(data) for data in everyone.all_gather_bytes(b"y" * (rank * 1000))]
+    value = torch.full((2,), float(rank))
+    everyone.broadcast(value, 2)
+    found["broadcast"] = value.tolist()
+    if rank == 1:
+        everyone.send(torch.arange(5.0), to=3)
+    if rank == 3:
+        received = torch.empty(5)
+        everyone.receive(received, source=1)
+        found["received"] = received.tolist()
+    everyone.barrier()
+    groups.close()
+    return found
+
+
+def test_members_talk_by_their_ranks_in_the_world() -> None:
+    found = run_workers(4, sums)
+    for rank in range(4):
+        for ranks in ((0, 1), (1, 2, 3), (0, 3)):
+            if rank in ranks:
+                assert found[rank][str(ranks)] == [float(sum(2**member for member in ranks))] * 3
+        assert found[rank]["json"] == [{"rank": r, "text": "x" * r} for r in range(4)]
+        assert found[rank]["bytes"] == [0, 1000, 2000, 3000]
+        assert found[rank]["broadcast"] == [2.0, 2.0]
+    assert found[3]["received"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def generations(context: Context) -> dict[str, object]:
+    counts = []
+    keys = []
+    for generation in range(20):
+        groups = context.groups(generation)
+        groups.prepare([(0, 1), (1, 2), (0, 2), (0, 1, 2)])
+        value = torch.ones(4)
+        groups.all_reduce_sum(value)
+        assert value.tolist() == [3.0] * 4
+        groups.close()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        context.world.store.add(f"closed-{generation}", 1)
+        while int(context.world.store.add(f"closed-{generation}", 0)) < 3:
+            pass
+        keys.append(sum("generation" in key for key in context.world.store.list_keys()))
+    return {"counts": counts, "keys": keys}
+
+
+def test_generations_follow_one_another_in_the_same_process() -> None:
+    for result in run_workers(3, generations):
+        counts = result["counts"]
+        assert counts[-1] == counts[1], counts
+        assert result["keys"][-1] == 0
+
+
+def dies(context: Context) -> str:
+    groups = context.groups()
+    groups.all.barrier()
+    if context.rank == 1:
+        os._exit(9)
+    with pytest.raises(PeerLost, match=r"all-reduce among workers \[0, 1\]"):
+        groups.all.barrier()
+    groups.close()
+    return "noticed"
+
+
+def test_a_dead_peer_is_an_error_that_names_the_group() -> None:
+    with pytest.raises(WorkersFailed) as caught:
+        run_workers(2, dies)
+    assert caught.value.errors == {1: "died without a word"}
+
+
+def absent(context: Context) -> str:
+    if context.rank == 1:
+        return "absent"
+    with pytest.raises(PeerLost, match="could not form the group"):
+        Groups(context.world, 0, timeout_s=0.5).of((0, 1))
+    return "noticed"
+
+
+def test_an_absent_member_is_an_error_within_the_timeout() -> None:
+    assert run_workers(2, absent) == ["noticed", "absent"]
+
+
+def test_a_store_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(PeerLost, match=f"127.0.0.1:{port}"):
+        connect(1, 2, "127.0.0.1", port, prefix="p", timeout_s=0.3)
+
+
+def test_a_port_that_is_taken() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="cannot serve the store"),
+    ):
+        connect(0, 2, "127.0.0.1", taken.getsockname()[1], prefix="p", timeout_s=1.0)
+
+
+def test_who_serves_the_store() -> None:
+    assert not store_is_served({})
+    assert not store_is_served({"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert store_is_served({"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert store_is_served({"VARUNA_STORE_SERVED": "1"})
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match="'mpi'"):
+        Groups(alone(), backend="mpi")
+
+
+# --- addresses ------------------------------------------------------------------------------
+
+
+def test_f65_a_name_that_resolves_to_loopback_is_not_announced() -> None:
+    assert peer_to_ask(0, ["127.0.1.1", "10.0.0.2", "10.0.0.3"]) == "10.0.0.2"
+    assert peer_to_ask(1, ["127.0.1.1", "10.0.0.2", "10.0.0.3"]) is None
+    assert peer_to_ask(0, ["127.0.0.1", "127.0.0.1"]) is None
+
+
+def test_route_to_loopback_is_loopback() -> None:
+    assert route_to("127.0.0.1", 80) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        route_to("no-such-host.invalid", 80)
+
+
+def address(context: Context) -> str:
+    return choose_address(context.world.store, context.rank, context.world.size, "127.0.0.1", context.port)
+
+
+def test_every_rank_announces_a_numeric_address() -> None:
+    assert run_workers(2, address) == ["127.0.0.1", "127.0.0.1"]
