@@ -81,6 +81,7 @@ def main() -> None:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
+    *,
     workers: int | None,
     stages: int | None,
     micro_batch_size: int | None,

@@ -130,10 +130,10 @@ def _leave_record(
     except OSError as problem:
         sys.stderr.write(f"{record.traceback_text}varuna: no failure record: {problem}\n")
     _notify(notice_fd, request, is_failure=True)
-    if error is not None and record.is_root_cause and sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(
-            type(error), error, error.__traceback__
-        )  # a hook of the user's own, e.g. an error tracker
+    hook = sys.excepthook
+    is_users = hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.")
+    if error is not None and record.is_root_cause and is_users:  # an error tracker's, say
+        hook(type(error), error, error.__traceback__)
 
 
 def _notify(notice_fd: int, request: StartProcess, *, is_failure: bool) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.util
 import os
 import selectors
 import signal
@@ -61,9 +60,10 @@ def main() -> None:
 
 
 def _import_what_workers_need() -> None:
-    for name in ("numpy", "torch", "torch.distributed", "varuna.session"):
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
+    for name in ("numpy", "torch", "torch.distributed"):
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # it fails again in the user's script, whose traceback then says why
+        importlib.import_module("varuna.session")
     gc.collect()
     gc.freeze()  # shared pages stay shared: the children's collector does not touch what is older than the fork
     if num_threads() > 1:
