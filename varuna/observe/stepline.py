@@ -24,7 +24,7 @@ class StepLine:
         num_done, num_steps: steps done and to do in this call of ``train``.
         end_step: steps of the job when it is done.
         losses: the newest losses, the last one this step's.
-        left_s: expected seconds to the end, None while unknown.
+        left_s: expected seconds to the end.
     """
 
     step: Step
@@ -32,7 +32,7 @@ class StepLine:
     num_steps: int
     end_step: int
     losses: tuple[float, ...]
-    left_s: float | None
+    left_s: float
 
     def plain(self) -> str:
         """Aligned columns without colour; no curve and no bar."""
@@ -40,13 +40,13 @@ class StepLine:
         fields = [
             f"step {self.step.index + 1:>{width}}/{self.end_step}",
             f"loss {self.step.loss:<7.4f}",
-            f"norm {self.step.grad_norm:<6.3g}",
+            f"norm {_norm(self.step)}",
             f"lr {self.step.lr:.2e}",
-            f"{_rate(self.step):>12}",
-            f"{human_bytes(self.step.memory_bytes):>8}",
+            _rate(self.step),
+            _memory(self.step),
         ]
-        if self.left_s is not None and self.num_done < self.num_steps:
-            fields.append(f"{human_duration(self.left_s)} left")
+        if self.num_done < self.num_steps:
+            fields.append(f"{_left(self.left_s)} left")
         if self.step.skipped:
             fields.append(_skipped(self.step))
         return "  ".join(fields).rstrip()
@@ -75,16 +75,16 @@ class StepLine:
         step = self.step
         fields = [
             (0, Text.assemble(("loss ", "dim"), (f"{step.loss:.4f}", "bold green"))),
-            (6, Text(f"{sparkline(self.losses):>{_NUM_LOSSES}}", style="green")),
-            (4, Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")),
-            (5, Text.assemble(("norm ", "dim"), f"{step.grad_norm:<5.3g}")),
-            (1, Text(_rate(step), style="cyan")),
-            (3, Text(human_bytes(step.memory_bytes), style="magenta")),
+            (7, Text(f"{sparkline(self.losses):>{_NUM_LOSSES}}", style="green")),
+            (5, Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")),
+            (6, Text.assemble(("norm ", "dim"), _norm(step))),
+            (2, Text(_rate(step), style="cyan")),
+            (4, Text(_memory(step), style="magenta")),
         ]
-        if self.left_s is not None:
-            fields.append((2, Text(f"{human_duration(self.left_s)} left", style="yellow")))
+        if self.num_done < self.num_steps:
+            fields.append((3, Text(f"{_left(self.left_s)} left", style="yellow")))
         if step.skipped:
-            fields.append((0, Text(_skipped(step), style="bold red")))
+            fields.append((1, Text("skipped", style="bold red")))
         return fields
 
 
@@ -134,14 +134,28 @@ def bar(share: float, width: int) -> Text:
     """A bar of ``width`` columns, ``share`` of it done, in half columns."""
     halves = round(2 * width * min(1.0, max(0.0, share)))
     full, half = divmod(halves, 2)
-    text = Text("━" * full + ("╸" if half else ""), style="green")
+    text = Text().append("━" * full + ("╸" if half else ""), style="green")
     return text.append("━" * (width - full - half), style="bright_black")
 
 
 def _rate(step: Step) -> str:
     if step.tokens_per_s is not None:
-        return f"{human_count(step.tokens_per_s)} tok/s"
-    return f"{human_count(step.samples_per_s)} samples/s"
+        return f"{human_count(step.tokens_per_s):>5} tok/s"
+    return f"{human_count(step.samples_per_s):>5} samples/s"
+
+
+def _memory(step: Step) -> str:
+    return f"{human_bytes(step.memory_bytes):>8}"
+
+
+def _norm(step: Step) -> str:
+    is_usual = 0.1 <= step.grad_norm < 1000
+    return f"{step.grad_norm:<7.2f}" if is_usual else f"{step.grad_norm:<7.1e}"
+
+
+def _left(seconds: float) -> str:
+    """Whole seconds: nobody knows the time left better than that."""
+    return f"{seconds:.0f} s" if seconds < 59.5 else human_duration(seconds)
 
 
 def _skipped(step: Step) -> str:
