@@ -74,7 +74,7 @@ def simple_plan(
         PlanError: what was asked for cannot be laid out; the message has the values and a way out.
     """
     _check(sections, num_workers, batch_size, micro_batch_size)
-    name = schedule or "varuna"
+    name = "varuna" if schedule is None else schedule
     check_schedule_name(name)
     stages = _choose_stages(sections, num_workers, num_stages, memory_bytes)
     flags = _recompute_flags(recompute, stages.num_stages)
@@ -127,7 +127,9 @@ def _choose_stages(
             borders = balance(costs, num_stages, sizes=sizes, size_limit=memory_bytes)
         borders = borders or balance(costs, num_stages)
         assert borders is not None
-        return _Stages(borders=borders, reason=f"{num_stages} stages as asked for")
+        return _Stages(
+            borders=borders, reason=f"{num_stages} {'stage' if num_stages == 1 else 'stages'} as asked for"
+        )
     if memory_bytes is None:
         return _Stages(borders=(0, len(sections)), reason="1 stage, since no memory limit is known")
     most_stages = min(len(sections), num_workers)
@@ -137,7 +139,7 @@ def _choose_stages(
         if borders is not None:
             return _Stages(
                 borders=borders,
-                reason=f"{count} stages are the fewest that fit: {needs}, "
+                reason=f"{'1 stage is' if count == 1 else f'{count} stages are'} the fewest that fit: {needs}, "
                 f"a worker has {format_bytes(memory_bytes)}",
             )
     borders = balance(sizes, most_stages)

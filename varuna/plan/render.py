@@ -23,7 +23,8 @@ def render_schedule(
 
     Args:
         name: one of ``SCHEDULES``.
-        num_stages, num_micro_batches: P and N of one pipeline.
+        num_stages: P.
+        num_micro_batches: N of one pipeline.
         recompute: for all stages, or one for each.
         max_in_flight: limit for every stage; 0 is the schedule's own.
 
