@@ -8,8 +8,8 @@ A section is run like a function. The loop over a stage is
     for section in sections[first:end]:
         values = section.run(inputs, values)           # inputs: the user's tensors by key
 
-so any run of neighbouring sections composes: ``sections[i].sent == sections[i + 1].received``. Parameters and buffers
-are the user's own objects; nothing is copied.
+so any run of neighbouring sections composes: ``sections[i].sent == sections[i + 1].received``. Parameters
+and buffers are the user's own objects; nothing is copied.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class BufferRule:
     """How copies of a buffer that forward changes are joined after a step.
 
     Attributes:
-        kind: ``affine``: every forward does ``buffer = decay * buffer + x`` (running statistics, counters with decay 1);
-            ``mean``: unknown change, copies are averaged.
+        kind: ``affine``: every forward does ``buffer = decay * buffer + x`` (running statistics; counters with
+            decay 1); ``mean``: unknown change, copies are averaged.
         decay: for ``affine`` only.
     """
 
@@ -68,8 +68,10 @@ class Program(Protocol):
     ) -> tuple[Tensor, ...]:
         """Forward; with ``preserve`` the model's buffers stay as they are."""
 
-    def trace(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> Iterator[tuple[str, object]]:
-        """Forward again, one operator at a time: (module path, what it gave); last ("", what is sent)."""
+    def trace(
+        self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]
+    ) -> tuple[list[tuple[str, Tensor]], tuple[Tensor, ...]]:
+        """Forward, one operator at a time, buffers unchanged: (module path, value) in order, and what is sent."""
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers that it reads, by the user's names."""
@@ -81,7 +83,8 @@ class Section:
 
     Attributes:
         spec: its numbers.
-        parameters: the user's own parameters by their first names in ``named_parameters()``; a tied one may be in several sections.
+        parameters: the user's own, by their first names in ``named_parameters()``; a tied one may be in several
+            sections.
         mutated_buffers: buffers that its forward changes, with the rule to join copies.
         input_keys: tensors of the batch that it reads.
         received, sent: values at the cuts before and after it. The last section sends the model's outputs.

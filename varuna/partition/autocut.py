@@ -1,0 +1,187 @@
+"""Where to cut: the user's marks, modules the user named, or places found automatically.
+
+Automatic places have few bytes alive, between pieces of model that are worth having apart. In order:
+
+1. Local minima of the bytes alive; of neighbours with equal bytes, the one between the outermost modules.
+2. Places with next to no work between them count as one: the cheapest stays. Work is compute and parameters.
+3. A place is dropped if one within a few per cent of the model's work carries noticeably fewer bytes. The comparison
+   is local, so that pyramids (ResNet), where bytes fall along the model, are cut everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+
+from varuna.errors import CutPointError
+from varuna.partition.costs import flops_of
+from varuna.partition.effects import is_subgraph
+from varuna.partition.flow import Flow
+from varuna.partition.graph import values_of
+
+NEGLIGIBLE_WORK = 0.1  # of the mean compute between minima: less is not worth a section
+NEGLIGIBLE_PARAMETERS = 0.5  # of the mean parameters between minima, likewise
+WINDOW = 0.06  # of the model's work, to each side: how far places compete
+TOLERATED_BYTES = 1.1  # times the bytes of a competitor
+
+Position = int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Work before each position: compute (FLOPs, and one per element of every value) and parameter elements."""
+
+    compute: tuple[float, ...]
+    parameters: tuple[float, ...]
+
+    def share(self, first: Position, second: Position) -> float:
+        """Compute between two positions as a share of the model's."""
+        return abs(self.compute[second] - self.compute[first]) / max(self.compute[-1], 1.0)
+
+    def parameter_share(self, first: Position, second: Position) -> float:
+        """Parameters between two positions as a share of the model's."""
+        return abs(self.parameters[second] - self.parameters[first]) / max(self.parameters[-1], 1.0)
+
+
+def find_cut_points(
+    flow: Flow, model: nn.Module, cut_points: Sequence[str] | None = None
+) -> tuple[Position, ...]:
+    """Positions between the steps of ``flow`` where the model is divided, ascending.
+
+    The names in ``cut_points`` come first; without them the ``CutPoint`` marks; without these, automatic places.
+
+    Raises:
+        CutPointError: an unknown name, a module that leaves nothing in the graph, or a place that cannot be a cut.
+    """
+    if cut_points is not None:
+        named = {name: _position_after(flow, model, name) for name in cut_points}
+        return _accepted(flow, {f"after module {name!r}": position for name, position in named.items()})
+    if flow.marks:
+        return _accepted(flow, {f"number {i} (from 0)": position for i, position in enumerate(flow.marks)})
+    return automatic_positions(flow, model)
+
+
+def automatic_positions(flow: Flow, model: nn.Module) -> tuple[Position, ...]:
+    """Automatic cut positions; see the module's docstring. Empty if the model has no good place."""
+    work = _work(flow, model)
+    minima = _minima(flow)
+    if not minima:
+        return ()
+    pieces = len(minima) + 1
+    ends = (0, len(flow.steps))
+    inner = [p for p in minima if all(_apart(work, p, end, pieces) for end in ends)]
+    merged: list[Position] = []
+    for position in inner:
+        if merged and not _apart(work, merged[-1], position, pieces):
+            if flow.live_bytes[position] < flow.live_bytes[merged[-1]]:
+                merged[-1] = position
+        else:
+            merged.append(position)
+    return _cheapest_nearby(merged, flow.live_bytes, work)
+
+
+def _accepted(flow: Flow, places: dict[str, Position]) -> tuple[Position, ...]:
+    """Positions of the user's places; those that divide nothing are left out."""
+    for place, position in places.items():
+        if reason := flow.refusals.get(position):
+            raise CutPointError(
+                f"The model cannot be divided at cut point {place}: {reason}. Move it before or after that code."
+            )
+    return tuple(sorted({position for position in places.values() if 0 < position < len(flow.steps)}))
+
+
+def _position_after(flow: Flow, model: nn.Module, name: str) -> Position:
+    names = [path for path, _ in model.named_modules() if path]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=3)
+        hint = (
+            f"Did you mean {' or '.join(map(repr, close))}?" if close else "model.named_modules() lists them."
+        )
+        raise CutPointError(f"cut_points names {name!r}, which is no module of the model. {hint}")
+    inside = [
+        index
+        for index, node in enumerate(flow.steps)
+        if (path := node.meta.get("module_path", "")) == name or path.startswith(name + ".")
+    ]
+    if not inside:
+        raise CutPointError(
+            f"cut_points names {name!r}, but forward computes nothing in that module that a cut could follow. Name a "
+            "module that forward calls."
+        )
+    return inside[-1] + 1
+
+
+def _work(flow: Flow, model: nn.Module) -> _Work:
+    compute = [0.0]
+    parameters = [0.0]
+    seen: set[object] = set()
+    subgraphs = flow.captured.subgraphs
+    for node in flow.steps:
+        compute.append(flops_of(node, subgraphs, model) + sum(value.numel() for value in values_of(node)))
+        new = 0
+        if node.op == "call_module":
+            new += sum(p.numel() for p in model.get_submodule(str(node.target)).parameters())
+        stack = [argument for argument in node.all_input_nodes if argument in flow.free]
+        while stack:
+            argument = stack.pop()
+            if argument in seen:
+                continue
+            seen.add(argument)
+            stack += [inner for inner in argument.all_input_nodes if inner in flow.free]
+            if argument.op == "get_attr" and not is_subgraph(argument, subgraphs):
+                new += sum(value.numel() for value in values_of(argument))
+        parameters.append(float(new))
+    return _Work(compute=tuple(accumulate(compute)), parameters=tuple(accumulate(parameters)))
+
+
+def _minima(flow: Flow) -> list[Position]:
+    """One position for each run of equal bytes that has more on both sides (or is at an end)."""
+    open_positions = [
+        p for p in range(1, len(flow.steps)) if p not in flow.refusals and p not in flow.clone_positions
+    ]
+    runs: list[list[Position]] = []
+    for position in open_positions:
+        if runs and flow.live_bytes[runs[-1][-1]] == flow.live_bytes[position]:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    sizes = [float("inf"), *(flow.live_bytes[run[0]] for run in runs), float("inf")]
+    return [
+        min(run, key=lambda position: (_depth(flow, position), position))
+        for index, run in enumerate(runs, start=1)
+        if sizes[index] < sizes[index - 1] and sizes[index] < sizes[index + 1]
+    ]
+
+
+def _depth(flow: Flow, position: Position) -> int:
+    """How many modules a position lies within: those around the step before it and the step after it."""
+    before, after = (flow.steps[i].meta.get("module_path", "").split(".") for i in (position - 1, position))
+    common = 0
+    for one, other in zip(before, after, strict=False):
+        if one != other or not one:
+            break
+        common += 1
+    return common
+
+
+def _apart(work: _Work, first: Position, second: Position, num_pieces: int) -> bool:
+    """Whether what lies between is worth a section of its own."""
+    return (
+        work.share(first, second) > NEGLIGIBLE_WORK / num_pieces
+        or work.parameter_share(first, second) > NEGLIGIBLE_PARAMETERS / num_pieces
+    )
+
+
+def _cheapest_nearby(
+    positions: Sequence[Position], live_bytes: Sequence[int], work: _Work
+) -> tuple[Position, ...]:
+    kept: list[Position] = []
+    for position in sorted(positions, key=lambda p: (live_bytes[p], p)):
+        near = (other for other in kept if work.share(position, other) <= WINDOW)
+        if all(live_bytes[position] <= TOLERATED_BYTES * live_bytes[other] for other in near):
+            kept.append(position)
+    return tuple(sorted(kept))

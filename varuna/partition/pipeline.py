@@ -1,0 +1,70 @@
+"""``partition``: capture, cut and split in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from varuna.partition.autocut import find_cut_points
+from varuna.partition.capture import capture
+from varuna.partition.flow import flow_of
+from varuna.partition.graph import Autocast, CapturedGraph
+from varuna.partition.loss_fn import LossFunction, forward_with_loss
+from varuna.partition.recut import positions_like
+from varuna.partition.section import Partition
+from varuna.partition.split import split
+
+
+def partition(
+    model: nn.Module,
+    batch: object,
+    *,
+    training: bool = True,
+    autocast: Autocast | None = None,
+    cut_points: Sequence[str] | None = None,
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
+    cache_dir: Path | None = None,
+    device: torch.device | str | None = None,
+    like: Partition | None = None,
+) -> Partition:
+    """Divides a model into sections.
+
+    Args:
+        model: returns the loss, or an output that ``loss_fn`` takes. May be on the meta device.
+        batch: one batch, or an ``InputSignature``.
+        training: for train mode or eval mode.
+        autocast: the run's precision.
+        cut_points: names of modules to cut after; without them the model's ``CutPoint`` marks, else automatic.
+        loss_fn: ``loss_fn(output, *rest_of_batch)``; see ``loss_fn.py``.
+        opaque: paths of modules that are not to be captured.
+        cache_dir: where captures are kept between runs.
+        device: device the sections will run on; default is the device captured for.
+        like: an earlier partition of the same model; every section of the new one holds the same parameters.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        CutPointError: a cut point cannot be used, or ``like`` cannot be followed.
+    """
+    with forward_with_loss(model, loss_fn):
+        graph = capture(model, batch, training=training, autocast=autocast, opaque=opaque)
+    if device is not None:
+        graph = graph.to_device(device)
+    return partition_of(model, graph, cut_points=cut_points, like=like)
+
+
+def partition_of(
+    model: nn.Module,
+    graph: CapturedGraph,
+    *,
+    cut_points: Sequence[str] | None = None,
+    like: Partition | None = None,
+) -> Partition:
+    """Cuts and splits a graph that was captured from ``model``."""
+    flow = flow_of(graph, model)
+    if like is not None:
+        return split(model, flow, positions_like(flow, model, like))
+    return split(model, flow, find_cut_points(flow, model, cut_points))
