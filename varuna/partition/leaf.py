@@ -160,7 +160,7 @@ class LeafTracer:
         calls = [[_describe_at(leaf, self.batch, size) for leaf in leaves] for size in batch_sizes]
         key = repr((module, [tuple(p.shape) for p in module.parameters()], calls, in_spec))
         if key not in self._known:
-            with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
                 leaf = _real_copy(module, path, self.originals, self.device, own_forward)
                 found = [_run(leaf, path, described, in_spec, self.device) for described in calls]
@@ -250,10 +250,13 @@ def _real_copy(
     for name, fake in named:
         if id(fake) not in memo:
             memo[id(fake)] = _real_tensor(originals[f"{path}.{name}"], device)
-    made = copy.deepcopy(module, memo)
-    made.__dict__.pop("forward", None)
-    if own_forward is not None:
-        made.__dict__["forward"] = copy.deepcopy(own_forward, memo)
+    standing_in = module.__dict__.pop("forward")  # refers to the whole model: must not be copied
+    try:
+        made = copy.deepcopy(module, memo)
+        if own_forward is not None:
+            made.__dict__["forward"] = copy.deepcopy(own_forward, memo)
+    finally:
+        module.__dict__["forward"] = standing_in
     return made
 
 
