@@ -185,7 +185,7 @@ class _Connecting:
         return links
 
     def _lookup(self, rank: int) -> str:
-        """The published address of a worker. It asks again and again: a wait in the store cannot be cancelled."""
+        """The published address of a worker. Asked again and again: a wait in the store cannot be cancelled."""
         key = self._key(rank)
         delay_s = _FIRST_DELAY_S
         while not self.store.check([key]):

@@ -45,11 +45,13 @@ class Frame:
     Attributes:
         buffers: what to write, in order.
         num_bytes: their sum.
+        tensors: whose memory the buffers are.
         ready: CUDA event to wait for before the buffers may be read, or None.
     """
 
     buffers: tuple[bytes | memoryview, ...]
     num_bytes: int
+    tensors: Sequence[Tensor | None] = ()
     ready: torch.cuda.Event | None = None
 
 
@@ -59,11 +61,11 @@ def message_frame(header: MessageHeader, message: Message) -> Frame:
     CPU tensors are sent from their own memory when contiguous. CUDA tensors start a copy to pinned memory on
     the current stream, and ``Frame.ready`` says when it is done: this never waits for the device.
     """
-    tensors = [None if value is None else _on_host(value.detach()) for value in message.values]
+    tensors = [None if value is None else _on_host(value) for value in message.values]
     views = payload_views(tensors)
-    payload_bytes = sum(view.nbytes for view in views)
+    payload_bytes = sum([view.nbytes for view in views])
     head = encode_message(header, payload_bytes)
-    return Frame((head, *views), len(head) + payload_bytes, _copies_done(message.values))
+    return Frame((head, *views), len(head) + payload_bytes, tensors, _copies_done(message.values))
 
 
 def goodbye_frame(reason: str) -> Frame:
@@ -73,8 +75,11 @@ def goodbye_frame(reason: str) -> Frame:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.device.type == "cuda":
+    """The same values, dense, in CPU memory; the tensor itself if it is that already."""
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_cuda:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
     return tensor.cpu().contiguous()
