@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from benchmarks import report, sleeping, torch_sleeping
+from benchmarks import report, sleeping, torch_sleeping, varuna_sleeping
 from benchmarks.sleeping import Network, Variant
 from benchmarks.torch_sleeping import SleepingPipeline
 
@@ -29,11 +29,8 @@ TARGETS = {(4, False): 0.88, (8, False): 0.77, (4, True): 0.93, (8, True): 0.84}
 
 def in_flight(variant: Variant, pipeline: SleepingPipeline) -> list[int]:
     """Most micro-batches between forward and backward, per stage."""
-    if variant.engine == "torch":
-        return torch_sleeping.in_flight(variant.schedule, pipeline)
-    from benchmarks import varuna_sleeping
-
-    return varuna_sleeping.in_flight(variant.schedule, pipeline)
+    engine = torch_sleeping if variant.engine == "torch" else varuna_sleeping
+    return engine.in_flight(variant.schedule, pipeline)
 
 
 def measure(pipeline: SleepingPipeline, repeats: int, rounds: int) -> list[list[object]]:

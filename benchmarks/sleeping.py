@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks import torch_sleeping, workers
+from benchmarks import switch, torch_sleeping, varuna_sleeping, workers
 from benchmarks.torch_sleeping import SleepingPipeline
 
 
@@ -32,8 +30,13 @@ class Network:
     low_s: float = 0.0
     high_s: float = 0.0
 
+    @property
+    def is_switched(self) -> bool:
+        """Whether messages go through the user-space switch."""
+        return self.high_s > 0
 
-Runner = Callable[[], None]
+
+_ENGINES = {"torch": torch_sleeping.engine, "varuna": varuna_sleeping.engine}
 
 
 def makespan_s(variant: Variant, pipeline: SleepingPipeline, network: Network, *, rounds: int = 3) -> float:
@@ -43,12 +46,9 @@ def makespan_s(variant: Variant, pipeline: SleepingPipeline, network: Network, *
 
     def work(rank: int) -> list[list[float]]:
         torch.set_num_threads(1)
-        address = "127.0.0.1"
-        if network.high_s > 0:
-            from benchmarks import switch
-
-            address = switch.address_of(0)
-        with _engine(variant, rank, address, port, pipeline) as run_once:
+        address_of = switch.address_of if network.is_switched else lambda rank: "127.0.0.1"
+        place = workers.Place(rank=rank, host=address_of(rank), store_host=address_of(0), store_port=port)
+        with _ENGINES[variant.engine](variant.schedule, place, pipeline) as run_once:
             spans = []
             for round_index in range(rounds + 1):
                 start = line.start(rank, round_index + 1)
@@ -57,9 +57,7 @@ def makespan_s(variant: Variant, pipeline: SleepingPipeline, network: Network, *
             line.start(rank, rounds + 2)
         return spans[1:]
 
-    if network.high_s > 0:
-        from benchmarks import switch
-
+    if network.is_switched:
         spans = switch.run_jittered(pipeline.num_stages, work, low_s=network.low_s, high_s=network.high_s)
     else:
         spans = workers.run_workers(pipeline.num_stages, work)
@@ -67,13 +65,3 @@ def makespan_s(variant: Variant, pipeline: SleepingPipeline, network: Network, *
         max(of_worker[index][1] for of_worker in spans) - min(of_worker[index][0] for of_worker in spans)
         for index in range(rounds)
     )
-
-
-def _engine(
-    variant: Variant, rank: int, address: str, port: int, pipeline: SleepingPipeline
-) -> AbstractContextManager[Runner]:
-    if variant.engine == "torch":
-        return torch_sleeping.engine(variant.schedule, rank, address, port, pipeline)
-    from benchmarks import varuna_sleeping
-
-    return varuna_sleeping.engine(variant.schedule, rank, address, port, pipeline)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
+from benchmarks.workers import Place
+
 TORCH_SCHEDULES = ("1f1b", "gpipe", "zbv")
 
 
@@ -31,6 +33,7 @@ class SleepingPipeline:
         forward_s, backward_s: seconds of one micro-batch in one stage.
         num_values: floats in the activation of one micro-batch.
         slow_stage, slow_factor: this stage takes that many times as long (-1: none).
+        recompute: forward runs again before backward (Varuna's engine only).
     """
 
     num_stages: int
@@ -40,6 +43,7 @@ class SleepingPipeline:
     num_values: int
     slow_stage: int = -1
     slow_factor: float = 1.0
+    recompute: bool = False
 
     def factor(self, stage_index: int) -> float:
         """How many times slower this stage is."""
@@ -50,11 +54,6 @@ class SleepingPipeline:
         """Seconds the busiest stage needs for its own work alone."""
         slowest = max(self.factor(index) for index in range(self.num_stages))
         return self.num_micro_batches * (self.forward_s + self.backward_s) * slowest
-
-    @property
-    def free_communication_s(self) -> float:
-        """Makespan of 1F1B and GPipe if messages took no time and all stages were equal."""
-        return (self.num_micro_batches + self.num_stages - 1) * (self.forward_s + self.backward_s)
 
 
 class _Sleep(torch.autograd.Function):
@@ -101,16 +100,13 @@ class SleepingStage(nn.Module):
 
 
 @contextmanager
-def engine(
-    name: str, rank: int, address: str, port: int, pipeline: SleepingPipeline
-) -> Iterator[Callable[[], None]]:
-    """Yields a function that runs one step on this rank; rank 0 hosts the store at ``address``."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=pipeline.num_stages
-    )
+def engine(name: str, place: Place, pipeline: SleepingPipeline) -> Iterator[Callable[[], None]]:
+    """Yields a function that runs one step on this rank."""
+    address = f"tcp://{place.store_host}:{place.store_port}"
+    dist.init_process_group("gloo", init_method=address, rank=place.rank, world_size=pipeline.num_stages)
     try:
-        schedule = build_schedule(name, rank, pipeline)
-        yield lambda: run_schedule(name, schedule, rank, pipeline)
+        schedule = build_schedule(name, place.rank, pipeline)
+        yield lambda: run_schedule(name, schedule, place.rank, pipeline)
     finally:
         dist.destroy_process_group()
 

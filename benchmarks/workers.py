@@ -18,10 +18,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 Work = Callable[[int], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker is: its rank and own address, and where rank 0 serves the store."""
+
+    rank: int
+    host: str
+    store_host: str
+    store_port: int
 
 
 def free_port() -> int:
