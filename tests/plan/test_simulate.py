@@ -5,7 +5,7 @@ import random
 import pytest
 
 from varuna.plan import SCHEDULES, TaskKind, pipeline_schedules
-from varuna.plan.simulate import StageTimes, constant_durations, ideal_makespan, simulate
+from varuna.plan.simulate import StageTimes, constant_durations, ideal_makespan, simulate_step
 
 MS = StageTimes(forward_s=0.020, backward_s=0.040)
 
@@ -24,7 +24,7 @@ def efficiency(name, num_stages, *, slow_stage=None, max_in_flight=0, num_runs=1
     total_s = 0.0
     for seed in range(num_runs):
         rng = random.Random(seed)
-        result = simulate(
+        result = simulate_step(
             schedules,
             duration_s=constant_durations(times),
             latency_s=lambda _stage, _task, rng=rng: rng.uniform(0.0, 0.010),
@@ -95,7 +95,7 @@ def test_more_in_flight_is_faster_until_the_round_trip_is_covered():
 def test_messages_of_a_channel_do_not_overtake():
     latencies = iter([5.0, 0.0, 0.0])
     schedules = pipeline_schedules("gpipe", num_stages=2, num_micro_batches=3, recompute=[False] * 2)
-    result = simulate(
+    result = simulate_step(
         schedules,
         duration_s=lambda _stage, _task: 1.0,
         latency_s=lambda _stage, task: next(latencies) if task.kind is TaskKind.FORWARD else 0.0,
@@ -105,7 +105,7 @@ def test_messages_of_a_channel_do_not_overtake():
 
 def test_latency_counts_on_every_hop():
     schedules = pipeline_schedules("varuna", num_stages=3, num_micro_batches=1, recompute=[False] * 3)
-    result = simulate(schedules, duration_s=constant_durations([MS] * 3), latency_s=0.5)
+    result = simulate_step(schedules, duration_s=constant_durations([MS] * 3), latency_s=0.5)
     assert result.makespan_s == pytest.approx(3 * 0.060 + 4 * 0.5)
     assert result.peak_in_flight == (1, 1, 1)
     assert [str(span.task) for span in result.timelines[0]] == ["F0", "B0"]
@@ -115,4 +115,4 @@ def test_stages_that_wait_for_each_other_are_shown():
     short = pipeline_schedules("gpipe", num_stages=2, num_micro_batches=2, recompute=[False] * 2)
     long = pipeline_schedules("gpipe", num_stages=2, num_micro_batches=3, recompute=[False] * 2)
     with pytest.raises(AssertionError, match=r"wait for each other: .*stage 1 of 2"):
-        simulate([short[0], long[1]], duration_s=lambda _stage, _task: 1.0)
+        simulate_step([short[0], long[1]], duration_s=lambda _stage, _task: 1.0)

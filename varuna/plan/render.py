@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from varuna.plan.schedule import pipeline_schedules
-from varuna.plan.simulate import StageTimes, TaskSpan, constant_durations, simulate
+from varuna.plan.simulate import StageTimes, TaskSpan, constant_durations, simulate_step
 from varuna.spec import PipelineSpec, Plan, SectionSpec, StageSpec
 
 UNIT_TIMES = StageTimes(forward_s=1, recompute_s=1, backward_s=2)
@@ -39,10 +39,12 @@ def render_schedule(
         recompute=flags,
         max_in_flight=max_in_flight,
     )
-    simulation = simulate(schedules, duration_s=constant_durations([UNIT_TIMES] * num_stages))
+    simulation = simulate_step(schedules, duration_s=constant_durations([UNIT_TIMES] * num_stages))
     width = len(str(num_micro_batches - 1)) + 1
     num_slots = round(simulation.makespan_s)
-    lines = [f"{name}: {num_stages} stages, {num_micro_batches} micro-batches, {num_slots} units of time"]
+    lines = [
+        f"{name}: {_count('stage', num_stages)}, {_count('micro-batch', num_micro_batches)}, {num_slots} units of time"
+    ]
     for index, timeline in enumerate(simulation.timelines):
         peak = str(simulation.peak_in_flight[index])
         label = f"stage {index:<{len(str(num_stages - 1))}}  in flight {peak:<{width}}"
@@ -90,13 +92,13 @@ def _head(plan: Plan) -> list[str]:
     num_last = len(plan.micro_batch_samples(plan.num_micro_batches - 1))
     short = "" if num_last == plan.micro_batch_size else f" (the last of {num_last})"
     lines = [
-        f"{len(plan.pipelines)} {_plural('pipeline', len(plan.pipelines))} on {len(used)} of "
-        f"{plan.num_workers} {_plural('worker', plan.num_workers)}, schedule {plan.schedule}",
-        f"global batch of {plan.batch_size} samples = {plan.num_micro_batches} "
-        f"{_plural('micro-batch', plan.num_micro_batches)} of {plan.micro_batch_size}{short}",
+        f"{_count('pipeline', len(plan.pipelines))} on {len(used)} of {_count('worker', plan.num_workers)}, "
+        f"schedule {plan.schedule}",
+        f"global batch of {_count('sample', plan.batch_size)} = "
+        f"{_count('micro-batch', plan.num_micro_batches)} of {plan.micro_batch_size}{short}",
     ]
     if spares:
-        lines.append(f"spare {_plural('worker', len(spares))}: {', '.join(spares)}")
+        lines.append(f"spare {'worker' if len(spares) == 1 else 'workers'}: {', '.join(spares)}")
     return lines
 
 
@@ -112,10 +114,10 @@ def _held(stage: StageSpec, held: Sequence[SectionSpec]) -> str:
     return f"{first}-{last}: {held[0].name} .. {held[-1].name}"
 
 
-def _plural(noun: str, count: int) -> str:
-    if count == 1:
-        return noun
-    return f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+def _count(noun: str, count: int) -> str:
+    if count != 1:
+        noun += "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -72,7 +72,7 @@ def constant_durations(times: Sequence[StageTimes]) -> DurationOf:
     return lambda stage_index, task: times[stage_index].of(task.kind)
 
 
-def simulate(
+def simulate_step(
     schedules: Sequence[StageSchedule], *, duration_s: DurationOf, latency_s: LatencyOf | float = 0.0
 ) -> Simulation:
     """Run one step of a pipeline.
@@ -105,7 +105,7 @@ def ideal_makespan(
         recompute=recompute,
         max_in_flight=max_in_flight,
     )
-    return simulate(schedules, duration_s=constant_durations(times)).makespan_s
+    return simulate_step(schedules, duration_s=constant_durations(times)).makespan_s
 
 
 def _constant_latency(latency_s: float) -> LatencyOf:
