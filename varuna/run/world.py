@@ -48,6 +48,7 @@ def connect(
     prefix: str,
     timeout_s: float,
     listen_fd: int | None = None,
+    is_served: bool | None = None,
 ) -> Store:
     """The store that all workers share, under ``prefix`` (unique to the run).
 
@@ -63,6 +64,7 @@ def connect(
         timeout_s: seconds until a wait for a missing key or worker fails.
         listen_fd: rank 0 only: a listening socket to serve on, e.g. one bound to port 0 before the workers
             were forked; it is closed with the store.
+        is_served: whether the launcher serves the store; None asks ``store_is_served``.
 
     Raises:
         PeerLost: the store was not reached within ``timeout_s``.
@@ -70,7 +72,7 @@ def connect(
     """
     if size == 1:
         return PrefixStore(prefix, HashStore())
-    serves = rank == 0 and not store_is_served()
+    serves = rank == 0 and not (store_is_served() if is_served is None else is_served)
     if serves and listen_fd is None:
         listen_fd = _listen(master_addr, master_port)
     try:
