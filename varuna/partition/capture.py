@@ -15,22 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from varuna.errors import CaptureError, LossError, VarunaError
-from varuna.partition.blame import Blame, causes, find_blame
 from varuna.partition.convert import Names, convert
-from varuna.partition.cutpoint import CutPoint
 from varuna.partition.fakes import fake_inputs, fake_tensors, training_mode
 from varuna.partition.graph import Autocast, CapturedGraph
 from varuna.partition.leaf import LeafTracer, ProbeError
 from varuna.partition.loss import OutputSpec, read_output
+from varuna.partition.retry import (
+    DATA_DEPENDENT,
+    as_error,
+    is_data_dependent,
+    leaf_paths,
+    next_leaf,
+    raise_own,
+)
 from varuna.partition.signature import (
     InputSignature,
     call_arguments,
@@ -40,18 +41,6 @@ from varuna.partition.signature import (
 )
 
 EXAMPLE_BATCH_SIZE = 2
-LARGEST_LEAF_SHARE = 0.8
-
-_DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
-
-WAYS_OUT = (
-    "Three ways out: (1) rewrite the line so that it computes on tensors, e.g. with torch.where, and set "
-    "options that "
-    "skip layers at random (layerdrop) to 0; (2) move it into a submodule of its own, which then becomes an "
-    "opaque leaf "
-    "by itself or with opaque=['name']; (3) give Varuna an nn.Sequential or a list of modules, which is its "
-    "own sections."
-)
 
 
 def capture(
@@ -81,19 +70,19 @@ def capture(
     """
     signature, fixed_size = _signature(batch, num_samples)
     attempt = _Attempt(model=model, signature=signature, training=training, autocast=autocast)
-    leaves = _leaf_paths(model, opaque)
+    leaves = leaf_paths(model, opaque)
     reasons: dict[str, Exception] = {}
     for _ in range(sum(1 for _ in model.modules()) + 1):
         try:
             return _capture_with(attempt, leaves, fixed_size)
         except ProbeError as failed:
-            raise _as_error(reasons.get(failed.path, failed), model) from failed
+            raise as_error(reasons.get(failed.path, failed), model) from failed
         except VarunaError:
             raise
         except Exception as error:
-            path = _next_leaf(error, model, leaves)
+            path = next_leaf(error, model, leaves)
             reasons[path] = error
-            leaves = _leaf_paths(model, [*leaves, path])
+            leaves = leaf_paths(model, [*leaves, path])
     raise AssertionError("every retry adds a leaf, so there are no more retries than modules")
 
 
@@ -121,6 +110,10 @@ class _Attempt:
         return device
 
 
+class _StoppedError(Exception):
+    """Forward looked at a tensor's values; the cause says where."""
+
+
 class _Whole(nn.Module):
     """What is exported: takes the batch's tensors as one list, returns the loss's tensors."""
 
@@ -138,7 +131,11 @@ class _Whole(nn.Module):
         batched = next((by_key[spec.key] for spec in specs if spec.has_batch_dim), None)
         self._tracer.batch = 1 if batched is None else batched.shape[0]
         args, kwargs = call_arguments(self._attempt.signature.tree, by_key)
-        output_spec, outputs = read_output(self.model(*args, **kwargs))
+        try:
+            output = self.model(*args, **kwargs)
+        except DATA_DEPENDENT as error:
+            raise _StoppedError from error  # the exporter prints the whole graph for a RuntimeError
+        output_spec, outputs = read_output(output)
         if self._attempt.training and not outputs[0].requires_grad:
             raise LossError(
                 "The loss that forward returned does not depend on any trainable parameter (it was detached, "
@@ -158,13 +155,13 @@ def _capture_with(attempt: _Attempt, leaves: Sequence[str], fixed_size: int) -> 
         except (VarunaError, ProbeError):
             raise
         except Exception as error:
-            _raise_own(error)
+            raise_own(error)
             if is_data_dependent(error):
                 raise
     try:
         return _capture_once(attempt, leaves, None, fixed_size)
     except Exception as error:
-        _raise_own(error)
+        raise_own(error)
         raise
 
 
@@ -232,79 +229,3 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
         for name, value in named:
             canonical[name] = first.setdefault(id(value), name)
     return canonical
-
-
-# --- leaves and errors ----------------------------------------------------------------------
-
-
-def is_data_dependent(error: BaseException) -> bool:
-    """Whether capture stopped because the code looked at a tensor's values."""
-    return any(isinstance(cause, _DATA_DEPENDENT) for cause in causes(error))
-
-
-def _raise_own(error: BaseException) -> None:
-    """Raises the error of ours that is behind ``error``, if there is one."""
-    for cause in causes(error):
-        if isinstance(cause, (VarunaError, ProbeError)):
-            raise cause
-
-
-def _leaf_paths(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Paths as ``named_modules`` has them, without those that lie inside another one."""
-    by_module = {id(module): path for path, module in model.named_modules()}
-    known = []
-    for path in paths:
-        try:
-            known.append(by_module[id(model.get_submodule(path))])
-        except AttributeError:
-            raise CaptureError(f"opaque={path!r}: the model has no such module.") from None
-    if "" in known:
-        raise CaptureError(
-            "The whole model cannot be opaque: there would be nothing to divide. Name modules inside it."
-        )
-    return sorted({path for path in known if not any(path.startswith(f"{other}.") for other in known)})
-
-
-def _next_leaf(error: Exception, model: nn.Module, leaves: Sequence[str]) -> str:
-    """The module to make opaque because of ``error``. Raises CaptureError if none may be."""
-    blame = find_blame(error, model)
-    path = blame.modules[-1] if blame.modules else ""
-    if not path or path in leaves:
-        raise _as_error(error, model) from error
-    obstacle = _obstacle(model, path)
-    if obstacle:
-        raise CaptureError(f"{_what_happened(error, blame)} {obstacle} {WAYS_OUT}") from error
-    return path
-
-
-def _obstacle(model: nn.Module, path: str) -> str:
-    """Why a module may not become a leaf by itself; empty if it may."""
-    module = model.get_submodule(path)
-    for name, value in vars(module).items():
-        if "layerdrop" in name.lower().replace("_", "") and isinstance(value, float) and value > 0:
-            return f"{path}.{name} is {value}, so that it skips layers at random; set it to 0."
-    if any(isinstance(inner, CutPoint) for inner in module.modules()):
-        return f"The module {path!r} holds CutPoints, so it cannot become an opaque leaf."
-    share = _num_elements(module) / max(_num_elements(model), 1)
-    if share > LARGEST_LEAF_SHARE:
-        return f"The module {path!r} holds {share:.0%} of the parameters, too much for an opaque leaf."
-    return ""
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _as_error(error: Exception, model: nn.Module) -> CaptureError:
-    return CaptureError(f"{_what_happened(error, find_blame(error, model))} {WAYS_OUT}")
-
-
-def _what_happened(error: Exception, blame: Blame) -> str:
-    inside = f" (in module {blame.modules[-1]!r})" if blame.modules and blame.modules[-1] else ""
-    if is_data_dependent(error):
-        return (
-            f"The model's forward decides by the values of tensors{inside}, which a graph cannot hold, at "
-            f"{blame}."
-        )
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"The model's forward{inside} cannot be captured: {type(error).__name__}: {first_line}, at {blame}."

@@ -160,7 +160,12 @@ class LeafTracer:
         calls = [[_describe_at(leaf, self.batch, size) for leaf in leaves] for size in batch_sizes]
         key = repr((module, [tuple(p.shape) for p in module.parameters()], calls, in_spec))
         if key not in self._known:
-            with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            with (
+                torch._C.DisableTorchFunction(),
+                _disable_current_modes(),
+                torch.random.fork_rng(devices=[]),
+                torch.no_grad(),
+            ):
                 torch.manual_seed(0)
                 leaf = _real_copy(module, path, self.originals, self.device, own_forward)
                 found = [_run(leaf, path, described, in_spec, self.device) for described in calls]
