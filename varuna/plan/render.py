@@ -42,9 +42,8 @@ def render_schedule(
     simulation = simulate_step(schedules, duration_s=constant_durations([UNIT_TIMES] * num_stages))
     width = len(str(num_micro_batches - 1)) + 1
     num_slots = round(simulation.makespan_s)
-    lines = [
-        f"{name}: {_count('stage', num_stages)}, {_count('micro-batch', num_micro_batches)}, {num_slots} units of time"
-    ]
+    counts = f"{_count('stage', num_stages)}, {_count('micro-batch', num_micro_batches)}"
+    lines = [f"{name}: {counts}, {num_slots} units of time"]
     for index, timeline in enumerate(simulation.timelines):
         peak = str(simulation.peak_in_flight[index])
         label = f"stage {index:<{len(str(num_stages - 1))}}  in flight {peak:<{width}}"
