@@ -136,7 +136,9 @@ def reference(case_name: str) -> plain.Trained:
     dataset = case.dataset()
     ids = [varuna.sample_ids(step, len(dataset), BATCH_SIZE, SEED) for step in range(NUM_STEPS)]
     with torch.random.fork_rng(devices=[]):
-        return plain.train(case.model(plain=True), dataset, ids, MICRO_BATCH_SIZE, case.collate)
+        return plain.train(
+            case.model(plain=True), dataset, ids, MICRO_BATCH_SIZE, collate=case.collate, loss_fn=case.loss_fn
+        )
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

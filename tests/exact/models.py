@@ -36,6 +36,7 @@ class ModelCase:
         build: makes the model; the argument is True for the plain loop (no Varuna inside).
         columns: makes the data, one tensor of ``[NUM_SAMPLES, ...]`` per input.
         options: further arguments of ``varuna.Varuna``.
+        loss_fn: ``loss_fn(output, *rest_of_batch)`` where forward takes the first input and returns no loss.
         collate: the user's collate function, or None for the default.
         dtype: parameters' and computation's.
         bound: largest relative difference per tensor that is allowed.
@@ -44,8 +45,9 @@ class ModelCase:
 
     name: str
     build: Callable[[bool], nn.Module]
-    columns: Callable[[], dict[str, Tensor] | Tensor]
+    columns: Callable[[], dict[str, Tensor] | tuple[Tensor, ...]]
     options: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Tensor] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     dtype: torch.dtype = torch.float64
     bound: float = 1e-12
@@ -83,17 +85,17 @@ class ModelCase:
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Map-style: sample i is a dict of the i-th row of every column, or the row itself."""
+    """Map-style: sample i is the i-th row of every column, as a dict or a tuple."""
 
-    def __init__(self, columns: dict[str, Tensor] | Tensor) -> None:
+    def __init__(self, columns: dict[str, Tensor] | tuple[Tensor, ...]) -> None:
         self.columns = columns
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        if isinstance(self.columns, Tensor):
-            return self.columns[index]
+        if isinstance(self.columns, tuple):
+            return tuple(column[index] for column in self.columns)
         return {name: column[index] for name, column in self.columns.items()}
 
 
@@ -256,6 +258,10 @@ def _images() -> dict[str, Tensor]:
     return {"images": torch.randn(NUM_SAMPLES, 3, 8, 8), "labels": torch.randint(0, 5, (NUM_SAMPLES,))}
 
 
+def _points() -> tuple[Tensor, ...]:
+    return torch.randn(NUM_SAMPLES, 16), torch.randint(0, 5, (NUM_SAMPLES,))
+
+
 def _skips_columns() -> dict[str, Tensor]:
     return {
         "tokens": _tokens(30),
@@ -295,7 +301,8 @@ CASES: Sequence[ModelCase] = (
     ModelCase(
         name="sequential",
         build=lambda plain: own_models.sequential(),
-        columns=lambda: torch.randn(NUM_SAMPLES, 16),
+        columns=_points,
+        loss_fn=nn.functional.cross_entropy,
     ),
     ModelCase(
         name="skips",

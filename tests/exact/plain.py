@@ -52,7 +52,9 @@ def train(
     dataset: Any,
     ids_of_step: Sequence[Sequence[int]],
     micro_batch_size: int,
+    *,
     collate: Callable[[list[Any]], Any] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
 ) -> Trained:
     """Trains one step per list of sample ids, in micro-batches of which the last may be short."""
     optimizer = make_optimizer(model)
@@ -63,7 +65,8 @@ def train(
         loss_sum, weight_sum = 0.0, 0.0
         for start in range(0, len(ids), micro_batch_size):
             part = ids[start : start + micro_batch_size]
-            output = _call(model, collate([dataset[index] for index in part]))
+            batch = collate([dataset[index] for index in part])
+            output = loss_fn(model(batch[0]), *batch[1:]) if loss_fn else _call(model, batch)
             loss, weight = _sum_and_weight(output, len(part))
             loss.backward()
             loss_sum += loss.item()

@@ -57,7 +57,9 @@ def work(request: Request, rank: int) -> None:
             schedule=request.schedule,
             recompute=request.recompute,
         ),
-        **({"collate_fn": case.collate} if case.collate else {}),
+        collate_fn=case.collate,
+        loss_fn=case.loss_fn,
+        progress=False,
         **case.options,
     )
     steps = [dataclasses.asdict(step) for step in job.train(num_steps=request.num_steps)]

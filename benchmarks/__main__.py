@@ -1,0 +1,32 @@
+"""``python -m benchmarks [name ...]``: run the benchmarks named (``single``, ``jitter``, ...), or all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+NAMES = ("single", "pipelining", "emulated", "jitter", "start")
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(NAMES)
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        print(f"Unknown benchmarks: {', '.join(unknown)}. Known: {', '.join(NAMES)}.", file=sys.stderr)
+        return 2
+    failed = []
+    for name in names:
+        if name == "jitter" and os.geteuid() != 0:
+            print("jitter: left out, it needs root for network namespaces.\n", flush=True)
+            continue
+        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}"]
+        if subprocess.run(command, check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"Failed: {', '.join(failed)}.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
