@@ -15,7 +15,7 @@ from varuna.errors import CaptureError, CutPointError
 from varuna.partition.graph import is_cut_point
 
 ROOT = "model"  # the user's model inside the module that is exported
-_LAST_LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n(?![\s\S]*File ")')
+_LAST_LINE = re.compile(r'File "([^"]+)", line (\d+), ')
 
 _CHECKS = frozenset(
     {
@@ -45,7 +45,7 @@ class Sizes:
                 if isinstance(item, Tensor)
             ),
             "module_path": module_path(node),
-            "stack_trace": node.meta.get("stack_trace") or "",
+            "stack_trace": _innermost_frame(node.meta.get("stack_trace") or ""),
         }
 
     def _value(self, value: Any) -> Any:
@@ -88,6 +88,11 @@ def module_path(node: fx.Node) -> str:
     path = next(reversed(stack.values()))[0] if stack else ""
     path = re.sub(r"@\d+", "", str(path))
     return "" if path == ROOT else path.removeprefix(ROOT + ".")
+
+
+def _innermost_frame(stack_trace: str) -> str:
+    start = stack_trace.rfind('File "')
+    return stack_trace[start:].strip() if start >= 0 else ""
 
 
 def user_line(node: fx.Node) -> str:

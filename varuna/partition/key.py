@@ -1,0 +1,315 @@
+"""The key under which a captured graph is cached: with an equal key, capturing again would give the same graph.
+
+Everything a forward pass may depend on goes into it: the source of the classes, the user's other modules, every
+plain attribute of every submodule, shapes and ties of parameters, the batch's signature, modes, precision and
+versions. What cannot be described in the same way in every process gives no key at all, and then nothing is
+cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import platform
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from varuna.partition.graph import Autocast
+from varuna.partition.signature import InputSignature
+
+_MAX_DEPTH = 40
+_OWN_SOURCES = Path(__file__).parent
+_SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})
+_BY_REPR = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    complex,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def capture_key(
+    model: nn.Module,
+    signature: InputSignature,
+    training: bool,
+    autocast: Autocast | None,
+    extra: Sequence[str] = (),
+) -> str | None:
+    """64 hex digits, or None if the model holds something that cannot be described.
+
+    Args:
+        model: its values do not matter, only names, shapes, kinds and attributes.
+        signature: what the graph is captured for.
+        training: train mode or eval mode.
+        autocast: the precision it will run under.
+        extra: whatever else the result depends on, e.g. opaque paths.
+    """
+    walk = _Walk()
+    try:
+        described = [
+            _versions(),
+            signature.to_json(),
+            training,
+            repr(autocast),
+            next((p.device.type for p in model.parameters() if not p.is_meta), "cpu"),
+            list(extra),
+            _tensors(model),
+            walk.model(model),
+            walk.sources(),
+        ]
+    except _UnkeyableError:
+        return None
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+class _UnkeyableError(Exception):
+    """Something that differs between processes or cannot be looked into."""
+
+
+def _versions() -> list[str]:
+    own = [_file_digest(path) for path in sorted(_OWN_SOURCES.glob("*.py"))]
+    return [torch.__version__, platform.python_version(), *own]
+
+
+def _tensors(model: nn.Module) -> list[Any]:
+    first: dict[int, str] = {}
+    described: list[Any] = []
+    for kind, named in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, value in named:
+            tied_to = first.setdefault(id(value), name)
+            described.append([kind, name, tied_to, list(value.shape), str(value.dtype), value.requires_grad])
+    return described
+
+
+# --- the walk -------------------------------------------------------------------------------
+
+
+class _Walk:
+    """Describes a model's objects as JSON; an object met again becomes a reference by its number."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+        self._kept: list[object] = []  # so that no id is used twice
+        self._files: dict[str, str] = {}
+
+    def model(self, model: nn.Module) -> Any:
+        """Every submodule's class and plain attributes, by path."""
+        for _, module in model.named_modules():
+            self._number(module)
+        return [[path, self._module(module)] for path, module in model.named_modules(remove_duplicate=False)]
+
+    def sources(self) -> list[Any]:
+        """Digests of the files met, of the user's loaded modules, and versions of the packages they use."""
+        packages: set[str] = set()
+        for module in list(sys.modules.values()):
+            path = _source_path(module)
+            if path is not None and _is_users(path):
+                self._file(path)
+                packages.update(_packages_used(module))
+        return [sorted(self._files.items()), sorted(_package_versions(packages))]
+
+    def _number(self, value: object) -> tuple[int, bool]:
+        known = id(value) in self._seen
+        if not known:
+            self._seen[id(value)] = len(self._seen)
+            self._kept.append(value)
+        return self._seen[id(value)], known
+
+    def _module(self, module: nn.Module) -> Any:
+        attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED_ATTRIBUTES}
+        return [self._class(type(module)), self._attributes(attributes, 0)]
+
+    def _attributes(self, attributes: Mapping[str, Any], depth: int) -> Any:
+        described = {}
+        for name, value in attributes.items():
+            hooks = name.endswith("hooks") or "_hooks_" in name
+            values = list(value.values()) if hooks and isinstance(value, Mapping) else value
+            described[name] = self._value(values, depth)
+        return described
+
+    def _class(self, kind: type) -> Any:
+        for base in kind.__mro__:
+            module = sys.modules.get(base.__module__)
+            path = _source_path(module) if module is not None else None
+            if path is not None and not _is_standard(path):
+                self._file(path)
+            elif path is None and base.__module__ not in sys.builtin_module_names and not _is_compiled(module):
+                raise _UnkeyableError
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _file(self, path: str) -> None:
+        if path not in self._files:
+            self._files[path] = _file_digest(Path(path))
+
+    def _value(self, value: Any, depth: int) -> Any:
+        if isinstance(value, enum.Enum):
+            return [self._class(type(value)), value.name]
+        if type(value) in _BY_REPR:
+            return [type(value).__name__, repr(value)]
+        if isinstance(value, float):
+            return ["float", value.hex()]
+        if depth > _MAX_DEPTH:
+            raise _UnkeyableError
+        number, known = self._number(value)
+        if known:
+            return ["again", number]
+        return self._opened(value, depth + 1)
+
+    def _opened(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Tensor):
+            return _tensor_digest(value)
+        if isinstance(value, np.ndarray):
+            return _array_digest(value)
+        if isinstance(value, type):
+            return ["class", self._class(value)]
+        if isinstance(
+            value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+        ):
+            return self._callable(value, depth)
+        if isinstance(value, re.Pattern):
+            return ["pattern", value.pattern, value.flags]
+        if isinstance(value, (set, frozenset)):
+            return ["set", sorted(json.dumps(self._value(item, depth)) for item in value)]
+        if isinstance(value, dict):
+            items = [[self._value(key, depth), self._value(item, depth)] for key, item in value.items()]
+            return [self._class(type(value)), items]
+        if isinstance(value, (list, tuple)):
+            return [self._class(type(value)), [self._value(item, depth) for item in value]]
+        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return ["operator", str(value)]
+        return self._object(value, depth)
+
+    def _callable(self, value: Any, depth: int) -> Any:
+        if isinstance(value, functools.partial):
+            inside = (value.func, value.args, value.keywords)
+            return ["partial", [self._value(item, depth) for item in inside]]
+        if isinstance(value, types.MethodType):
+            return ["method", self._value(value.__self__, depth), self._value(value.__func__, depth)]
+        if isinstance(value, types.BuiltinFunctionType):
+            if isinstance(value.__self__, (types.ModuleType, type(None))):
+                return ["builtin", value.__module__, value.__qualname__]
+            return ["builtin", self._value(value.__self__, depth), value.__qualname__]
+        return self._function(value, depth)
+
+    def _function(self, function: types.FunctionType, depth: int) -> Any:
+        path = function.__code__.co_filename
+        if not Path(path).is_file():
+            raise _UnkeyableError
+        if not _is_standard(path):
+            self._file(path)
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        bound = [function.__defaults__, function.__kwdefaults__, cells]
+        place = [function.__qualname__, function.__code__.co_firstlineno]
+        return ["function", path, *place, [self._value(item, depth) for item in bound]]
+
+    def _object(self, value: Any, depth: int) -> Any:
+        if isinstance(value, nn.Module):  # held as a plain attribute
+            return ["module", self._module(value), _tensors(value)]
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+        if not slots and not hasattr(value, "__dict__"):
+            raise _UnkeyableError
+        attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+        if not attributes and not (dataclasses.is_dataclass(value) or inspect.isclass(type(value))):
+            raise _UnkeyableError
+        return [self._class(type(value)), self._attributes(attributes, depth)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+# --- files and values -----------------------------------------------------------------------
+
+_STANDARD = tuple(
+    str(Path(sysconfig.get_path(name)).resolve())
+    for name in ("stdlib", "platstdlib")
+    if sysconfig.get_path(name)
+)
+_PACKAGES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib"))
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_VARUNA = str(_OWN_SOURCES.parent.resolve())
+
+
+def _source_path(module: types.ModuleType | None) -> str | None:
+    path = getattr(module, "__file__", None)
+    return path if isinstance(path, str) and path.endswith(".py") and Path(path).is_file() else None
+
+
+def _is_compiled(module: types.ModuleType | None) -> bool:
+    return isinstance(getattr(module, "__file__", None), str) and not str(module.__file__).endswith(".py")
+
+
+def _is_standard(path: str) -> bool:
+    """Whether versions already tell what is in the file: Python's own library, torch, or this package."""
+    resolved = str(Path(path).resolve())
+    if resolved.startswith((_TORCH, _VARUNA)):
+        return True
+    return (
+        resolved.startswith(_STANDARD)
+        and not resolved.startswith(_PACKAGES)
+        and "site-packages" not in resolved
+    )
+
+
+def _is_users(path: str) -> bool:
+    resolved = str(Path(path).resolve())
+    return not _is_standard(path) and not resolved.startswith(_PACKAGES) and "site-packages" not in resolved
+
+
+def _packages_used(module: types.ModuleType) -> set[str]:
+    names = set()
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str):
+            names.add(name.partition(".")[0])
+    return names
+
+
+def _package_versions(names: set[str]) -> list[list[str]]:
+    found = []
+    for name in names:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found.append([name, version])
+    return found
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _tensor_digest(value: Tensor) -> Any:
+    if value.is_meta or value.layout is not torch.strided:
+        raise _UnkeyableError
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    shape = [list(value.shape), str(value.dtype), value.requires_grad]
+    return ["tensor", *shape, hashlib.sha256(raw).hexdigest()]
+
+
+def _array_digest(value: np.ndarray[Any, Any]) -> Any:
+    if value.dtype.hasobject:
+        raise _UnkeyableError
+    return ["array", list(value.shape), str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest()]
