@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.run.processes import Context, run_workers
+from varuna.errors import PlanError
 from varuna.partition.section import BufferRule
 from varuna.run.buffers import BufferSync
 
@@ -115,3 +116,20 @@ def test_with_one_holder_nothing_is_touched() -> None:
         for k in range(NUM_MICRO_BATCHES):
             plain(micro_batch(step, k, torch.float32))
         assert result[0][step] == values(plain)
+
+
+def overlapping(context: Context) -> None:
+    model = build(0.1, torch.float64)
+    name = "norm.running_mean"
+    rules = {name: BufferRule(kind="affine", decay=0.9)}
+    buffers = {name: model.get_buffer(name)}
+    groups = context.groups()
+    sync = BufferSync(buffers, rules, {name: (0, 1)}, groups, micro_batches=range(7), num_micro_batches=7)
+    sync.begin()
+    with pytest.raises(PlanError, match=r"Several stages.*norm\.running_mean"):
+        sync.combine()
+    groups.close()
+
+
+def test_a_buffer_that_two_stages_of_a_pipeline_change_is_refused() -> None:
+    run_workers(2, overlapping)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 
 import pytest
 import torch
@@ -109,6 +111,47 @@ def test_a_dead_peer_is_an_error_that_names_the_group() -> None:
     with pytest.raises(WorkersFailed) as caught:
         run_workers(2, dies)
     assert caught.value.errors == {1: "died without a word"}
+
+
+def leaves_in_the_middle(context: Context) -> float:
+    """Worker 1 ends with an all-reduce under way that nobody joins; 0 waits for 1, and 2 waits for 0."""
+    groups = context.groups()
+    groups.prepare([(0, 1), (0, 2), (1, 2)])
+    started_s = time.monotonic()
+    if context.rank == 1:
+        pending = groups.of((1, 2)).start_all_reduce_sum(torch.ones(1 << 20))
+        groups.close()
+        with pytest.raises(PeerLost):
+            pending.wait()
+    else:
+        with pytest.raises(PeerLost):
+            groups.of((0, 1) if context.rank == 0 else (0, 2)).all_reduce_sum(torch.ones(1 << 20))
+        groups.close()
+    return time.monotonic() - started_s
+
+
+def closed_by_another_thread(context: Context) -> float:
+    groups = context.groups()
+    everyone = groups.all
+    if context.rank == 1:
+        while int(context.world.store.add("noticed", 0)) < 1:
+            pass
+        return 0.0
+    closer = threading.Timer(0.1, groups.close)
+    started_s = time.monotonic()
+    closer.start()
+    with pytest.raises(PeerLost):
+        everyone.barrier()
+    closer.join()
+    with pytest.raises(PeerLost, match="after its generation was closed"):
+        everyone.barrier()
+    context.world.store.add("noticed", 1)
+    return time.monotonic() - started_s
+
+
+def test_closing_releases_whoever_is_blocked() -> None:
+    assert max(run_workers(3, leaves_in_the_middle)) < 2.0
+    assert max(run_workers(2, closed_by_another_thread)) < 2.0
 
 
 def absent(context: Context) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from varuna.errors import PlanError
 from varuna.partition.section import BufferRule
 from varuna.run.groups import Groups
 
@@ -89,9 +90,17 @@ class BufferSync:
     def _combine(self, holders: tuple[int, ...], names: Iterable[str]) -> None:
         names = list(names)
         group = self._groups.of(holders)
-        flat = group.place(torch.cat([self._contribution(name) for name in names]))
+        share = torch.tensor([len(self._micro_batches)], dtype=torch.float64)
+        parts = [share, *(self._contribution(name).to(share.device) for name in names)]
+        flat = group.place(torch.cat(parts))
         group.all_reduce_sum(flat)
-        start = 0
+        if round(flat[0].item()) != self._num_micro_batches:
+            raise PlanError(
+                f"Several stages of one pipeline change the same buffers ({', '.join(names[:3])}), so their "
+                f"values cannot be joined. Move the cut so that one stage holds all uses of that module, or use "
+                f"fewer stages."
+            )
+        start = 1
         with torch.no_grad():
             for name in names:
                 buffer = self._buffers[name]

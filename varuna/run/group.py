@@ -43,6 +43,7 @@ class Group:
     ) -> None:
         self.ranks = ranks
         self.process_group = process_group
+        self.is_closed = False
         self._rank = rank
         self._device = device
 
@@ -53,7 +54,7 @@ class Group:
 
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         """Begin to replace ``tensor`` (contiguous, same size and dtype on all) by the sum over members."""
-        if self.process_group is None:
+        if self.size == 1:
             return Pending(None, "")
         return self._start("all-reduce", lambda group: group.allreduce([tensor]))
 
@@ -63,7 +64,7 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Replace ``tensor`` by that of world rank ``source``."""
-        if self.process_group is None:
+        if self.size == 1:
             return
         root = self.ranks.index(source)
         options = BroadcastOptions()
@@ -83,7 +84,7 @@ class Group:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every member's bytes, in the order of ``ranks``; lengths may differ."""
-        if self.process_group is None:
+        if self.size == 1:
             return [data]
         lengths = self.place(torch.zeros(self.size, dtype=torch.int64))
         own = self.ranks.index(self._rank)
@@ -108,11 +109,13 @@ class Group:
         self.all_reduce_sum(self.place(torch.zeros(1)))
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor where this group's backend can work on it (NCCL: on the device)."""
+        """A tensor where this group's backend can work on it (NCCL: on the device)."""
         return tensor.to(self._device)
 
     def _start(self, what: str, call: Any) -> Pending:
         what = f"Worker {self._rank}: {what} among workers {list(self.ranks)}"
+        if self.is_closed:
+            raise PeerLost(f"{what} came after its generation was closed.")
         try:
             return Pending(call(self.process_group), what)
         except RuntimeError as error:

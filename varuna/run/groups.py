@@ -9,6 +9,7 @@ Only a group's members make it, in the order of their rank tuples; so two worker
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from torch.distributed import Backend, PrefixStore, ProcessGroupGloo, Store  # t
 
 from varuna.errors import ConfigError, PeerLost
 from varuna.run.group import Group, Pending
+from varuna.run.sockets import SocketLedger
 from varuna.run.world import World, connect, store_is_served
 
 __all__ = ["Group", "Groups", "Pending", "World", "connect", "store_is_served"]
@@ -49,6 +51,7 @@ class Groups:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._devices: tuple[str, ...] | None = None
         self._store = PrefixStore(f"generation-{generation}", world.store)
+        self._sockets = SocketLedger(world.store)
 
     @property
     def all(self) -> Group:
@@ -79,16 +82,20 @@ class Groups:
     def close(self) -> None:
         """End the generation's groups: sockets and threads closed, its keys deleted (by rank 0). Idempotent.
 
-        Call it on every worker when no collective is under way.
+        Orderly, when no collective is under way, or disorderly, from any thread: whoever is blocked in one,
+        here or on a peer, gets ``PeerLost`` at once.
         """
         groups, self._groups = self._groups, {}
+        self._sockets.shut_down()
         for group in groups.values():
             process_group, group.process_group = group.process_group, None
-            if process_group is not None and hasattr(process_group, "shutdown"):
-                process_group.shutdown()
+            group.is_closed = True
+            if process_group is not None:
+                process_group.shutdown()  # type: ignore[attr-defined]
         if self.world.size > 1 and groups and self.world.rank == 0:
-            for key in self._store.list_keys():
-                self._store.delete_key(key)
+            with contextlib.suppress(RuntimeError):  # the store went first; nobody reads these keys again
+                for key in self._store.list_keys():
+                    self._store.delete_key(key)
 
     def _make(self, members: tuple[int, ...]) -> Group:
         world = self.world
@@ -103,7 +110,8 @@ class Groups:
         try:
             if self._uses_nccl(members):
                 return Group(members, world.rank, self._nccl(store, rank, len(members)), world.device)
-            return Group(members, world.rank, self._gloo(store, rank, len(members)), torch.device("cpu"))
+            with self._sockets.recording():
+                return Group(members, world.rank, self._gloo(store, rank, len(members)), torch.device("cpu"))
         except RuntimeError as error:
             raise PeerLost(
                 f"Worker {world.rank} could not form the group of workers {list(members)} in generation "
@@ -114,7 +122,8 @@ class Groups:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         create = ProcessGroupGloo.create_device
-        device = create(interface=interface) if interface else create(hostname=self.world.address)
+        where = {"interface": interface} if interface else {"hostname": self.world.address}
+        device = create(**where, lazy_init=False)
         options._devices = [device]
         options._timeout = self._timeout
         options._threads = 1

@@ -53,7 +53,7 @@ def connect(
     """The store that all workers share, under ``prefix`` (unique to the run).
 
     One worker needs no network and gets a store in memory. Otherwise rank 0 serves it, on the address given
-    (loopback stays loopback), unless the launcher does (``store_is_served``).
+    (loopback stays loopback), unless the launcher does.
 
     Args:
         rank: this worker among all.
@@ -62,6 +62,7 @@ def connect(
         master_port: where the store is served.
         prefix: put before every key.
         timeout_s: seconds until a wait for a missing key or worker fails.
+        is_served: True if the launcher serves the store; None asks ``store_is_served``.
         listen_fd: rank 0 only: a listening socket to serve on, e.g. one bound to port 0 before the workers
             were forked; it is closed with the store.
         is_served: whether the launcher serves the store; None asks ``store_is_served``.
