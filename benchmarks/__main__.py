@@ -1,4 +1,4 @@
-"""``python -m benchmarks [name ...]``: run the benchmarks named (``single``, ``jitter``, ...), or all of them."""
+"""``python -m benchmarks [name ...]``: run those named (``single``, ``jitter``, ...), or all."""
 
 from __future__ import annotations
 

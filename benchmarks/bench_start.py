@@ -1,4 +1,4 @@
-"""From ``varuna run`` to the first completed step of the demo with four workers: empty cache, then second start.
+"""From ``varuna run`` to the first completed step of the demo with 4 workers: empty cache, then second start.
 
 The clock stops when worker 0 prints the line of step 1. Seconds: lower is better.
 """
