@@ -2,15 +2,18 @@
 
 Automatic places have few bytes alive, between pieces of model that are worth having apart. In order:
 
-1. Local minima of the bytes alive; of neighbours with equal bytes, the one between the outermost modules.
+1. Local minima of the bytes alive, and steps down (a chain that narrows); of neighbours with equal bytes, those between
+   the outermost modules.
 2. Places with next to no work between them count as one: the cheapest stays. Work is compute and parameters.
-3. A place is dropped if one within a few per cent of the model's work carries noticeably fewer bytes. The comparison
-   is local, so that pyramids (ResNet), where bytes fall along the model, are cut everywhere.
+3. A place is dropped if one within a few per cent of the model's work carries noticeably fewer bytes, or if it lies
+   between two much cheaper ones. The comparison is local, so that pyramids (ResNet), where bytes fall along the model,
+   are cut everywhere.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,15 +28,18 @@ from varuna.partition.graph import values_of
 
 NEGLIGIBLE_WORK = 0.1  # of the mean compute between minima: less is not worth a section
 NEGLIGIBLE_PARAMETERS = 0.5  # of the mean parameters between minima, likewise
+ELEMENT_WORK = 0.1  # of a value's elements, beside its counted FLOPs
 WINDOW = 0.06  # of the model's work, to each side: how far places compete
 TOLERATED_BYTES = 1.1  # times the bytes of a competitor
+HUMP_BYTES = 1.5  # times the bytes on both sides
+HUMP_WORK = 0.25  # of the model's work at most between the cheaper places
 
 Position = int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """Work before each position: compute (FLOPs, and one per element of every value) and parameter elements."""
+    """Work before each position: compute (FLOPs, and a little per element of every value) and parameter elements."""
 
     compute: tuple[float, ...]
     parameters: tuple[float, ...]
@@ -68,7 +74,7 @@ def find_cut_points(
 def automatic_positions(flow: Flow, model: nn.Module) -> tuple[Position, ...]:
     """Automatic cut positions; see the module's docstring. Empty if the model has no good place."""
     work = _work(flow, model)
-    minima = _minima(flow)
+    minima = _minima(flow, work)
     if not minima:
         return ()
     pieces = len(minima) + 1
@@ -81,7 +87,7 @@ def automatic_positions(flow: Flow, model: nn.Module) -> tuple[Position, ...]:
                 merged[-1] = position
         else:
             merged.append(position)
-    return _cheapest_nearby(merged, flow.live_bytes, work)
+    return _without_humps(_cheapest_nearby(merged, flow.live_bytes, work), flow.live_bytes, work)
 
 
 def _accepted(flow: Flow, places: dict[str, Position]) -> tuple[Position, ...]:
@@ -121,7 +127,8 @@ def _work(flow: Flow, model: nn.Module) -> _Work:
     seen: set[object] = set()
     subgraphs = flow.captured.subgraphs
     for node in flow.steps:
-        compute.append(flops_of(node, subgraphs, model) + sum(value.numel() for value in values_of(node)))
+        elements = sum(value.numel() for value in values_of(node))
+        compute.append(flops_of(node, subgraphs, model) + ELEMENT_WORK * elements)
         new = 0
         if node.op == "call_module":
             new += sum(p.numel() for p in model.get_submodule(str(node.target)).parameters())
@@ -138,23 +145,29 @@ def _work(flow: Flow, model: nn.Module) -> _Work:
     return _Work(compute=tuple(accumulate(compute)), parameters=tuple(accumulate(parameters)))
 
 
-def _minima(flow: Flow) -> list[Position]:
-    """One position for each run of equal bytes that has more on both sides (or is at an end)."""
-    open_positions = [
-        p for p in range(1, len(flow.steps)) if p not in flow.refusals and p not in flow.clone_positions
-    ]
+def _minima(flow: Flow, work: _Work) -> list[Position]:
+    """Of each run of equal bytes with more before it, and more or a costly operator after it: its places between the
+    outermost modules.
+    """
+    mean_step = work.compute[-1] / len(flow.steps)
     runs: list[list[Position]] = []
-    for position in open_positions:
+    for position in range(1, len(flow.steps)):
+        if position in flow.refusals or position in flow.clone_positions:
+            continue
         if runs and flow.live_bytes[runs[-1][-1]] == flow.live_bytes[position]:
             runs[-1].append(position)
         else:
             runs.append([position])
-    sizes = [float("inf"), *(flow.live_bytes[run[0]] for run in runs), float("inf")]
-    return [
-        min(run, key=lambda position: (_depth(flow, position), position))
-        for index, run in enumerate(runs, start=1)
-        if sizes[index] < sizes[index - 1] and sizes[index] < sizes[index + 1]
-    ]
+    sizes = [math.inf, *(flow.live_bytes[run[0]] for run in runs), math.inf]
+    found: list[Position] = []
+    for index, run in enumerate(runs, start=1):
+        if sizes[index - 1] < sizes[index]:
+            continue
+        step = work.compute[runs[index][0]] - work.compute[run[-1]] if index < len(runs) else 0.0
+        if sizes[index + 1] > sizes[index] or step > mean_step:
+            depths = {position: _depth(flow, position) for position in run}
+            found += [position for position in run if depths[position] == min(depths.values())]
+    return found
 
 
 def _depth(flow: Flow, position: Position) -> int:
@@ -185,3 +198,15 @@ def _cheapest_nearby(
         if all(live_bytes[position] <= TOLERATED_BYTES * live_bytes[other] for other in near):
             kept.append(position)
     return tuple(sorted(kept))
+
+
+def _without_humps(positions: Sequence[Position], live_bytes: Sequence[int], work: _Work) -> tuple[Position, ...]:
+    """Drops places inside of a block: much cheaper ones on both sides, and not much of the model between these."""
+    kept = list(positions)
+    for position in sorted(positions, key=lambda p: -live_bytes[p]):
+        cheap = live_bytes[position] / HUMP_BYTES
+        before = [p for p in kept if p < position and live_bytes[p] <= cheap]
+        after = [p for p in kept if p > position and live_bytes[p] <= cheap]
+        if before and after and work.share(before[-1], after[0]) <= HUMP_WORK:
+            kept.remove(position)
+    return tuple(kept)

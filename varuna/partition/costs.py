@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
 
 from varuna.partition.effects import region_of
 from varuna.partition.graph import values_of
-
-aten = torch.ops.aten
 
 
 def flops_of(node: fx.Node, subgraphs: Mapping[str, fx.GraphModule], model: nn.Module) -> float:
@@ -31,7 +28,7 @@ def flops_of(node: fx.Node, subgraphs: Mapping[str, fx.GraphModule], model: nn.M
         return _leaf_flops(node, model)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return 0.0
-    count = _COUNTS.get(node.target.name().split("::")[-1].split(".")[0])
+    count = _COUNTS.get(str(node.target).split(".")[-2])
     if count is None:
         return 0.0
     arguments = [_shape(argument) for argument in node.args]
@@ -51,12 +48,16 @@ def _leaf_flops(node: fx.Node, model: nn.Module) -> float:
     return 2.0 * rows * sum(p.numel() for p in model.get_submodule(str(node.target)).parameters())
 
 
+def _product(sizes: Iterable[int]) -> float:
+    return float(math.prod(sizes))
+
+
 def _linear(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
-    return 2.0 * math.prod(output) * arguments[0][-1]
+    return 2.0 * _product(output) * float(arguments[0][-1])
 
 
 def _product_after_bias(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
-    return 2.0 * math.prod(output) * arguments[1][-1]
+    return 2.0 * _product(output) * float(arguments[1][-1])
 
 
 def _convolution(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
@@ -67,9 +68,9 @@ def _convolution(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -
 def _attention(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
     query, key, value = (tuple(shape) for shape in arguments[:3])
     if len(query) != 4 or query[1] != key[1]:  # grouped heads, or no batch
-        products = 2.0 * math.prod(query[:-1]) * key[-2]
-        return products * (query[-1] + value[-1])
-    return float(sdpa_flop_count(query, key, value))
+        products = 2.0 * _product(query[:-1]) * key[-2]
+        return float(products * (query[-1] + value[-1]))
+    return float(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _einsum(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
@@ -78,16 +79,16 @@ def _einsum(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> flo
         if "." in names:
             return 0.0
         sizes.update(zip(names, shape, strict=True))
-    return 2.0 * math.prod(sizes.values())
+    return 2.0 * _product(sizes.values())
 
 
 def _grouped(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
-    return 2.0 * math.prod(arguments[0]) * output[-1]
+    return 2.0 * _product(arguments[0]) * output[-1]
 
 
 def _recurrent(arguments: list[Any], output: tuple[int, ...], node: fx.Node) -> float:
     weights = next(a for a in reversed(arguments) if isinstance(a, list) and a and isinstance(a[0], tuple))
-    return 2.0 * math.prod(arguments[0][:-1]) * sum(math.prod(shape) for shape in weights)
+    return 2.0 * _product(arguments[0][:-1]) * sum(_product(shape) for shape in weights)
 
 
 _COUNTS: dict[str, Callable[[list[Any], tuple[int, ...], fx.Node], float]] = {
@@ -109,6 +110,7 @@ _COUNTS: dict[str, Callable[[list[Any], tuple[int, ...], fx.Node], float]] = {
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
     "_grouped_mm": _grouped,
+    "grouped_mm_fallback": _grouped,
     "lstm": _recurrent,
     "gru": _recurrent,
     "rnn_tanh": _recurrent,

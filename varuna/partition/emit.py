@@ -25,6 +25,7 @@ class Members:
         is_last: the model's outputs are what it sends.
         steps: nodes computed only here.
         needed: steps and free nodes, in graph order.
+        batch_source: the value that the number of samples is read from, if anything needs it.
         received, sent: values at its two cuts.
         parameters: the user's own, by canonical name, those of leaves included.
         buffers: get_attr nodes of buffers, by canonical name.
@@ -37,6 +38,7 @@ class Members:
     is_last: bool
     steps: tuple[fx.Node, ...]
     needed: tuple[fx.Node, ...]
+    batch_source: fx.Node | None
     received: tuple[fx.Node, ...]
     sent: tuple[fx.Node, ...]
     parameters: dict[str, nn.Parameter]
@@ -51,8 +53,10 @@ def members_of(flow: Flow, model: nn.Module, start: int, end: int) -> Members:
     steps = flow.steps[start:end]
     received = flow.live(start)
     outputs = [node for node in _flat(flow.output.args[0]) if isinstance(node, fx.Node)]
-    has_batch_size = any(_batch_source(node) is not None for node in received)
-    needed = _needed(flow, [*steps, *(outputs if is_last else ())], start, has_batch_size)
+    needed = _needed(flow, [*steps, *(outputs if is_last else ())], start)
+    source = _batch_source(received, needed)
+    if source is not None and source.op == "placeholder" and source not in needed:
+        needed = (source, *needed)
     leaves = tuple(dict.fromkeys(str(node.target) for node in steps if node.op == "call_module"))
     canonical = canonical_names(model)
     attributes = {
@@ -71,6 +75,7 @@ def members_of(flow: Flow, model: nn.Module, start: int, end: int) -> Members:
         is_last=is_last,
         steps=steps,
         needed=needed,
+        batch_source=source,
         received=received,
         sent=tuple(outputs) if is_last else flow.live(end),
         parameters={name: parameters[name] for name in parameters if name in names},
@@ -84,7 +89,7 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _needed(flow: Flow, roots: list[fx.Node], start: int, has_batch_size: bool) -> tuple[fx.Node, ...]:
+def _needed(flow: Flow, roots: list[fx.Node], start: int) -> tuple[fx.Node, ...]:
     found: set[fx.Node] = set()
     stack = [node for node in roots if flow.step_index.get(node, start) >= start]
     while stack:
@@ -92,7 +97,7 @@ def _needed(flow: Flow, roots: list[fx.Node], start: int, has_batch_size: bool) 
         if node in found:
             continue
         found.add(node)
-        if has_batch_size and reads_batch_size(node):
+        if reads_batch_size(node):
             continue
         stack += [n for n in node.all_input_nodes if flow.step_index.get(n, start) >= start]
         memory = flow.memory[node]
@@ -106,12 +111,23 @@ def reads_batch_size(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is not torch.ops.aten.sym_size.int:
         return False
     source, dim = node.args
-    return isinstance(source, fx.Node) and source.op == "placeholder" and _batch_source(source) == dim
+    return isinstance(source, fx.Node) and source.op == "placeholder" and batch_dim(source) == dim
 
 
-def _batch_source(node: fx.Node) -> int | None:
+def batch_dim(node: fx.Node) -> int | None:
+    """The dimension of a tensor whose size is the number of samples."""
     dims = batch_dims_of(node)
     return dims[0] if dims else None
+
+
+def _batch_source(received: tuple[fx.Node, ...], needed: tuple[fx.Node, ...]) -> fx.Node | None:
+    """Rather something that is there anyway than an input needed for nothing else."""
+    readers = [node for node in needed if reads_batch_size(node)]
+    if not readers:
+        return None
+    inputs = (node for node in needed if node.op == "placeholder")
+    there = next((node for node in (*received, *inputs) if batch_dim(node) is not None), None)
+    return there if there is not None else readers[0].all_input_nodes[0]
 
 
 def emit_program(flow: Flow, model: nn.Module, members: Members) -> GraphProgram:
@@ -166,22 +182,21 @@ class _Emitter:
     def _copy(self, node: fx.Node) -> fx.Node:
         if node in self._subgraphs:
             self._modules[str(node.target)] = self._flow.captured.subgraphs[str(node.target)]
-        if reads_batch_size(node) and (read := self._read_batch_size()) is not None:
-            return read
+        if reads_batch_size(node):
+            return self._read_batch_size()
         made = self._graph.node_copy(node, self._made.__getitem__)
         if node.op == "call_module":
             made.target = f"leaf_{self._members.leaves.index(str(node.target))}"
             self._modules[made.target] = self._model.get_submodule(str(node.target))
         return made
 
-    def _read_batch_size(self) -> fx.Node | None:
-        """The number of samples from a received value, so that the section needs no input for it."""
+    def _read_batch_size(self) -> fx.Node:
         if self._batch_size is None:
-            source = next((n for n in self._members.received if _batch_source(n) is not None), None)
-            if source is None:
-                return None
-            arguments = (self._made[source], _batch_source(source))
-            self._batch_size = self._graph.call_function(torch.ops.aten.sym_size.int, arguments)
+            source = self._members.batch_source
+            assert source is not None
+            self._batch_size = self._graph.call_function(
+                torch.ops.aten.sym_size.int, (self._made[source], batch_dim(source))
+            )
         return self._batch_size
 
     def program(self) -> GraphProgram:
