@@ -111,9 +111,8 @@ def run(
     run_id = new_run_id(script)
     directory = _log_directory(log_dir, run_id)
     if num_workers > 1:
-        click.echo(
-            f"varuna: {num_workers} workers; logs of workers 1-{num_workers - 1} in {directory}", err=True
-        )
+        others = "worker 1" if num_workers == 2 else f"workers 1-{num_workers - 1}"
+        click.echo(f"varuna: {num_workers} workers; output of {others} goes to {directory}", err=True)
     job = LocalJob(
         target=script,
         is_module=is_module,

@@ -48,7 +48,7 @@ _ZYGOTE_EXIT_TIMEOUT_S = 1.0
 _NOTICE_BYTES = 65536
 _ZYGOTE_CODE = "import sys; sys.path.append(sys.argv.pop(1)); from varuna.launch.zygote import main; main()"
 _SHOW_CURSOR = "\x1b[?25h"  # a progress line that was killed may have hidden it
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # MKL follows OMP
 _ONE_THREAD_ALONE = ("OPENBLAS_NUM_THREADS",)  # numpy would start its threads before the fork
 
 
