@@ -89,7 +89,7 @@ def _ids(batch_size: int, step_index: int) -> list[int]:
 
 
 def main() -> None:
-    options = report.arguments(__doc__ or "", repeats=9, batch_size=32, micro_batch_size=4)
+    options = report.arguments(__doc__ or "", repeats=9, batch_size=16, micro_batch_size=2)
     run = partial(
         work,
         line=workers.StartLine(2),
