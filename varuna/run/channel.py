@@ -125,7 +125,8 @@ class SendChannel:
                 send_frame(self._stream, frame, already_sent=already_sent)
             except Exception as error:  # also a failed copy from the device; raised by the next send
                 with self._changed:
-                    self._lost(error)
+                    if not self._stopped:
+                        self._lost(error)
                     self._queue.clear()
                     self._changed.notify_all()
                 return
@@ -141,8 +142,7 @@ class SendChannel:
         if self._error is None:
             self._error = PeerLost(f"{self.peer} was lost while a message was sent to it: {error!r}.")
             self._error.__cause__ = error
-            if not self._stopped:
-                self._mailbox.fail(self._error)
+            self._mailbox.fail(self._error)
         return self._error
 
 

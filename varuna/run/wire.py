@@ -6,7 +6,7 @@ A frame is a fixed prefix, a header, and the bytes of the tensors one after the 
     header: msgpack of ``MessageHeader`` (kind MESSAGE) or UTF-8 text (kind GOODBYE)
     payload: tensor 0, tensor 1, ... dense, row-major, little-endian
 
-Nothing here touches a socket. What is read is checked against limits before memory is allocated for it.
+Nothing here touches a socket. What is read is checked against limits before memory is taken for it.
 Written for few Python steps per message: after a wait they run from cold caches, ten to thirty times slower than
 in a loop, and the next stage waits for them.
 """
