@@ -97,8 +97,8 @@ class BufferSync:
         if round(flat[0].item()) != self._num_micro_batches:
             raise PlanError(
                 f"Several stages of one pipeline change the same buffers ({', '.join(names[:3])}), so their "
-                f"values cannot be joined. Move the cut so that one stage holds all uses of that module, or use "
-                f"fewer stages."
+                f"values cannot be joined. Move the cut so that one stage holds all uses of that module, or "
+                f"use fewer stages."
             )
         start = 1
         with torch.no_grad():

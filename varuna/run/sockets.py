@@ -44,7 +44,7 @@ class SocketLedger:
                         duplicate.shutdown(socket.SHUT_RDWR)
 
     def _is_link(self, descriptor: int) -> bool:
-        """True for a TCP connection that is not the store's; never for gloo's listener, which it cannot lose."""
+        """True for a TCP connection that is not the store's. Not for a listener: gloo aborts without."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
             if duplicate.family in (socket.AF_INET, socket.AF_INET6):
                 return self._store_port not in (duplicate.getsockname()[1], duplicate.getpeername()[1])
