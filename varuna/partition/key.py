@@ -32,7 +32,8 @@ from varuna.partition.signature import InputSignature
 
 _MAX_DEPTH = 40
 _OWN_SOURCES = Path(__file__).parent
-_SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})
+_SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape
+_PER_PROCESS_ATTRIBUTES = frozenset({"_original_object_hash"})  # transformers' hash(str) of a generation config
 _BY_REPR = (
     type(None),
     bool,
@@ -78,7 +79,7 @@ def capture_key(
         ]
     except _UnkeyableError:
         return None
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return _text_digest(described)
 
 
 class _UnkeyableError(Exception):
@@ -107,17 +108,17 @@ def _tensors(model: nn.Module) -> list[Any]:
 
 
 class _Walk:
-    """Describes a model's objects as JSON; an object met again becomes a reference by its number."""
+    """Describes a model's objects as JSON; every object is opened once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
+        self._digests: dict[int, str] = {}  # by id; "" while the object is being described
         self._kept: list[object] = []  # so that no id is used twice
+        self._paths: dict[int, str] = {}  # of the model's own modules, by id
         self._files: dict[str, str] = {}
 
     def model(self, model: nn.Module) -> Any:
         """Every submodule's class and plain attributes, by path."""
-        for _, module in model.named_modules():
-            self._number(module)
+        self._paths = {id(module): path for path, module in model.named_modules()}
         return [[path, self._module(module)] for path, module in model.named_modules(remove_duplicate=False)]
 
     def sources(self) -> list[Any]:
@@ -130,13 +131,6 @@ class _Walk:
                 packages.update(_packages_used(module))
         return [sorted(self._files.items()), sorted(_package_versions(packages))]
 
-    def _number(self, value: object) -> tuple[int, bool]:
-        known = id(value) in self._seen
-        if not known:
-            self._seen[id(value)] = len(self._seen)
-            self._kept.append(value)
-        return self._seen[id(value)], known
-
     def _module(self, module: nn.Module) -> Any:
         attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED_ATTRIBUTES}
         return [self._class(type(module)), self._attributes(attributes, 0)]
@@ -144,6 +138,8 @@ class _Walk:
     def _attributes(self, attributes: Mapping[str, Any], depth: int) -> Any:
         described = {}
         for name, value in attributes.items():
+            if name in _PER_PROCESS_ATTRIBUTES:
+                continue
             hooks = name.endswith("hooks") or "_hooks_" in name
             values = list(value.values()) if hooks and isinstance(value, Mapping) else value
             described[name] = self._value(values, depth)
@@ -172,10 +168,15 @@ class _Walk:
             return ["float", value.hex()]
         if depth > _MAX_DEPTH:
             raise _UnkeyableError
-        number, known = self._number(value)
-        if known:
-            return ["again", number]
-        return self._opened(value, depth + 1)
+        if id(value) in self._paths:
+            return ["module", self._paths[id(value)]]
+        known = self._digests.get(id(value))
+        if known is None:
+            self._digests[id(value)] = ""
+            self._kept.append(value)
+            known = _text_digest(self._opened(value, depth + 1))
+            self._digests[id(value)] = known
+        return known or "inside itself"
 
     def _opened(self, value: Any, depth: int) -> Any:
         if isinstance(value, Tensor):
@@ -295,6 +296,10 @@ def _package_versions(names: set[str]) -> list[list[str]]:
         if isinstance(version, str):
             found.append([name, version])
     return found
+
+
+def _text_digest(described: Any) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _file_digest(path: Path) -> str:
