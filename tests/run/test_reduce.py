@@ -73,11 +73,10 @@ def gradient_of(name: str, rank: int, step: int, like: torch.Tensor) -> torch.Te
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
 
-def backward(parameters: dict[str, nn.Parameter], rank: int, step: int) -> None:
-    """Adds ``gradient_of`` to every parameter but 'unused', and 'some' on rank 0 only."""
+def forward(parameters: dict[str, nn.Parameter], rank: int, step: int) -> torch.Tensor:
+    """Its backward adds ``gradient_of`` to every parameter but 'unused', and 'some' on rank 0 only."""
     used = [name for name in parameters if name != "unused" and not (name == "some" and rank == 1)]
-    total = sum((parameters[n] * gradient_of(n, rank, step, parameters[n])).sum().double() for n in used)
-    total.backward()
+    return sum((parameters[n] * gradient_of(n, rank, step, parameters[n])).sum().double() for n in used)
 
 
 def sums(context: Context, dtype_name: str, bucket_bytes: int, overlap: bool) -> dict[str, Any]:
@@ -89,9 +88,11 @@ def sums(context: Context, dtype_name: str, bucket_bytes: int, overlap: bool) ->
     early, launched, digests, worst = [], [], [], 0.0
     for step in range(3):
         before = reducer.num_reductions
-        backward(parameters, rank, step)  # two micro-batches accumulate
+        reducer.begin_step()
+        losses = [forward(parameters, rank, step) for _ in range(2)]  # two micro-batches accumulate
+        losses[0].backward()
         reducer.begin_final_backward()
-        backward(parameters, rank, step)
+        losses[1].backward()
         early.append(reducer.num_reductions - before)
         own = parameters["own"].grad.data_ptr() if "own" in parameters else 0
         reducer.finish()
@@ -230,7 +231,7 @@ def differing(context: Context) -> None:
     held["b"].requires_grad_(context.rank != 0)
     reducer = GradientReducer(held, {"a": (0, 1, 2), "b": (0, 1, 2)}, groups)
     with pytest.raises(ProtocolError, match="requires_grad"):
-        reducer.begin_final_backward()
+        reducer.begin_step()
     groups.close()
 
 
@@ -244,6 +245,7 @@ def unfreezes(context: Context) -> list[Any]:
     reducer = GradientReducer(held, {"a": (0, 1), "b": (0, 1)}, groups)
     found = []
     for _ in range(2):
+        reducer.begin_step()
         reducer.begin_final_backward()
         (held["a"] * held["b"]).sum().backward()
         reducer.finish()
@@ -265,7 +267,7 @@ def norms(context: Context) -> list[float]:
     parameters = parameters_of(context.rank, torch.float64)
     groups = context.groups()
     reducer = GradientReducer(parameters, HOLDERS, groups)
-    backward(parameters, context.rank, 0)
+    forward(parameters, context.rank, 0).backward()
     reducer.finish()
     total = torch.tensor(reducer.squared_norm(), dtype=torch.float64)
     groups.all_reduce_sum(total)

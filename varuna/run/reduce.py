@@ -62,8 +62,8 @@ class GradientReducer:
         bucket_bytes: size of a bucket.
         overlap: False launches everything after backward.
 
-    One step: ``begin_step()``, any number of backwards, ``begin_final_backward()``, the last micro-batch's backward,
-    ``finish()``. A worker whose step is given up calls ``cancel()``.
+    One step: ``begin_step()``, any number of backwards, ``begin_final_backward()``, the last micro-batch's
+    backward, ``finish()``. A worker whose step is given up calls ``cancel()``.
     """
 
     def __init__(
@@ -96,9 +96,13 @@ class GradientReducer:
         self._groups.prepare(self._holders.values())
 
     def begin_step(self) -> None:
-        """Before any forward of a step: buckets are planned, and compared among holders, if requires_grad changed.
+        """Before any forward of a step: plan buckets if requires_grad changed, and compare them among holders.
 
-        Holders wait for each other here, so it must not happen inside the pipeline, where stages wait for each other too.
+        Holders wait for each other here, so it must not happen inside the pipeline, where stages wait for each
+        other too.
+
+        Raises:
+            ProtocolError: holders require gradients of different parameters.
         """
         self._refresh()
 
