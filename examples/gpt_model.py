@@ -1,0 +1,104 @@
+"""A GPT in plain PyTorch; all that Varuna asks of it is a ``CutPoint`` after each block.
+
+Shapes: B samples, T tokens, C = width, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import varuna
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes. The defaults make a model of about 10 million parameters."""
+
+    vocab_size: int = 1024
+    seq_length: int = 128
+    num_layers: int = 5
+    width: int = 384
+    num_heads: int = 6
+    dropout: float = 0.0
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each after a LayerNorm and added to its input."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.attention_out = nn.Linear(config.width, config.width)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp_in = nn.Linear(config.width, 4 * config.width)
+        self.mlp_out = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        return x + self.dropout(self.mlp_out(hidden))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C); every token sees itself and those before it."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)  # (B, H, T, C / H) each
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(out.transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    """Tokens to the loss of predicting the next ones; the head's weight is the embedding's."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.seq_length, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.cuts = nn.ModuleList(varuna.CutPoint() for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Small normal weights; smaller still where a block adds to the main path."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_last = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                scale = (2 * self.config.num_layers) ** -0.5 if is_last else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token; ``tokens`` and ``targets`` are int64, shape (B, T)."""
+        logits = self.logits(tokens)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Scores of the next token at every place; shape (B, T, vocab_size)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(places)
+        for block, cut in zip(self.blocks, self.cuts, strict=True):
+            x = cut(block(x))
+        return self.head(self.norm(x))
+
+    @torch.inference_mode()
+    def generate(self, tokens: Tensor, num_tokens: int, *, temperature: float, top_k: int, seed: int) -> Tensor:
+        """Continue ``tokens`` (shape (1, T)) by ``num_tokens`` drawn from the ``top_k`` likeliest."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(num_tokens):
+            logits = self.logits(tokens[:, -self.config.seq_length :])[:, -1].float() / temperature
+            best, ids = logits.topk(min(top_k, logits.shape[-1]))
+            drawn = torch.multinomial(best.softmax(-1).cpu(), 1, generator=generator)
+            tokens = torch.cat([tokens, ids.gather(-1, drawn.to(ids.device))], dim=1)
+        return tokens
