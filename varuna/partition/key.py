@@ -32,6 +32,9 @@ from varuna.partition.signature import InputSignature
 
 _MAX_DEPTH = 40
 _OWN_SOURCES = Path(__file__).parent
+_CAPTURING = (
+    ["blame", "capture", "convert", "cutpoint", "encode", "fakes", "graph", "key", "leaf", "loss", "nodes", "retry", "signature", "store"]
+)  # the files of this package that decide what a captured graph is
 _SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape
 _PER_PROCESS_ATTRIBUTES = frozenset({"_original_object_hash"})  # transformers' hash(str) of a generation config
 _BY_REPR = (
@@ -87,7 +90,7 @@ class _UnkeyableError(Exception):
 
 
 def _versions() -> list[str]:
-    own = [_file_digest(path) for path in sorted(_OWN_SOURCES.glob("*.py"))]
+    own = [_file_digest(_OWN_SOURCES / f"{name}.py") for name in _CAPTURING]
     return [torch.__version__, platform.python_version(), *own]
 
 
@@ -260,7 +263,8 @@ def _source_path(module: types.ModuleType | None) -> str | None:
 
 
 def _is_compiled(module: types.ModuleType | None) -> bool:
-    return isinstance(getattr(module, "__file__", None), str) and not str(module.__file__).endswith(".py")
+    path = getattr(module, "__file__", None)
+    return isinstance(path, str) and not path.endswith(".py")
 
 
 def _is_standard(path: str) -> bool:
