@@ -219,6 +219,8 @@ class _Emitter:
             constants=tuple(self._flow.captured.constants[str(node.target)] for node in self._constants),
             written=tuple(written),
             detached=tuple(detached),
+            leaves=tuple(self._model.get_submodule(path) for path in self._members.leaves),
+            training=self._flow.captured.training,
             leaf_slots=_leaf_slots(self._model, self._members.leaves),
             num_received=len(self._members.received),
         )

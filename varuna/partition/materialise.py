@@ -12,8 +12,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ def set_storage(tensor: Tensor, value: Tensor) -> None:
         made = value.detach()
     tensor.grad = None
     made.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, made)
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
 
 
 def return_memory() -> None:
@@ -96,17 +97,19 @@ def return_memory() -> None:
             trim(0)
 
 
-def digest_of(parameters: Mapping[str, Tensor]) -> str:
-    """sha256 (hex) of names, dtypes, shapes and bytes: to find workers that built different initial weights."""
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """sha256 (hex) of dtypes, shapes and bytes, in order: to find workers that built different initial weights.
+
+    Raises:
+        UserError: one of them is on the meta device.
+    """
     digest = hashlib.sha256()
-    for name, tensor in parameters.items():
+    for tensor in tensors:
         if tensor.is_meta:
-            raise UserError(
-                f"{name!r} is on the meta device: it has no values to compare. Materialise it first."
-            )
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(data.numpy()))
+            raise UserError("A tensor on the meta device has no values to compare. Materialise it first.")
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(data)
     return digest.hexdigest()
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from varuna.errors import CaptureError
 from varuna.partition.autocut import find_cut_points
 from varuna.partition.capture import capture
 from varuna.partition.flow import flow_of
 from varuna.partition.graph import Autocast, CapturedGraph
+from varuna.partition.key import capture_key
 from varuna.partition.loss_fn import LossFunction, forward_with_loss
 from varuna.partition.recut import positions_like
 from varuna.partition.section import Partition
+from varuna.partition.sequential import is_chain, partition_chain
+from varuna.partition.signature import InputSignature, flatten_batch, num_samples_of, signature_of
 from varuna.partition.split import split
+from varuna.partition.store import StoreError, load_graph, save_graph
 
 
 def partition(
@@ -49,11 +56,48 @@ def partition(
         CaptureError: the model cannot be captured.
         CutPointError: a cut point cannot be used, or ``like`` cannot be followed.
     """
-    with forward_with_loss(model, loss_fn):
-        graph = capture(model, batch, training=training, autocast=autocast, opaque=opaque)
+    signature = batch if isinstance(batch, InputSignature) else signature_of(batch)
+    try:
+        with forward_with_loss(model, loss_fn):
+            graph, from_cache = _captured(model, batch, signature, training, autocast, opaque, cache_dir)
+    except CaptureError:
+        if not is_chain(model):
+            raise
+        assert isinstance(model, nn.Sequential)
+        return partition_chain(
+            model, signature, training=training, cut_points=cut_points, loss_fn=loss_fn, like=like
+        )
     if device is not None:
         graph = graph.to_device(device)
-    return partition_of(model, graph, cut_points=cut_points, like=like)
+    made = partition_of(model, graph, cut_points=cut_points, like=like)
+    return dataclasses.replace(made, from_cache=from_cache)
+
+
+def _captured(
+    model: nn.Module,
+    batch: object,
+    signature: InputSignature,
+    training: bool,
+    autocast: Autocast | None,
+    opaque: Sequence[str],
+    cache_dir: Path | None,
+) -> tuple[CapturedGraph, bool]:
+    """The captured graph, and whether it was kept from an earlier run."""
+    if cache_dir is None:
+        return capture(model, batch, training=training, autocast=autocast, opaque=opaque), False
+    num_samples = 0 if isinstance(batch, InputSignature) else num_samples_of(flatten_batch(batch))
+    key = capture_key(model, signature, training, autocast, extra=[*opaque, str(num_samples)])
+    path = None if key is None else cache_dir / key
+    if path is not None and path.exists():
+        try:
+            return load_graph(path), True
+        except StoreError:  # of another version or damaged: capture again, leave it alone
+            path = None
+    graph = capture(model, batch, training=training, autocast=autocast, opaque=opaque)
+    if path is not None:
+        with contextlib.suppress(StoreError):  # something without a stored form: captured again next time
+            save_graph(graph, path)
+    return graph, False
 
 
 def partition_of(

@@ -50,6 +50,7 @@ class GraphProgram:
         written: indices into ``buffer_slots`` of buffers that forward changes.
         detached: those of ``written`` that are run on a copy and written back, because backward may need the values
             that they had.
+        leaves: opaque leaves, which run in eval mode unless ``training``.
         leaf_slots: buffers inside opaque leaves.
     """
 
@@ -60,7 +61,9 @@ class GraphProgram:
     constants: tuple[Tensor, ...]
     written: tuple[int, ...]
     detached: tuple[int, ...]
+    leaves: tuple[nn.Module, ...]
     leaf_slots: tuple[BufferSlot, ...]
+    training: bool
     num_received: int
     _function: Any = field(init=False, repr=False)
 
@@ -72,13 +75,13 @@ class GraphProgram:
     ) -> tuple[Tensor, ...]:
         """Forward; with ``preserve`` the model's buffers stay as they are."""
         buffers = [slot.get() for slot in self.buffer_slots]
-        if not preserve and not self.detached:
+        if not preserve and not self.detached and (self.training or not self.leaves):
             result: tuple[Tensor, ...] = self._function(*self._arguments(inputs, received, buffers))
             return result
         originals = list(buffers)
         for index in self.written if preserve else self.detached:
             buffers[index] = buffers[index].clone()
-        with preserved(self.leaf_slots if preserve else ()):
+        with preserved(self.leaf_slots if preserve else ()), modules_mode(self.leaves, self.training):
             result = self._function(*self._arguments(inputs, received, buffers))
         if not preserve:
             with torch.no_grad():
@@ -94,7 +97,7 @@ class GraphProgram:
         for index in self.written:
             buffers[index] = buffers[index].clone()
         recorder = _Recorder(self.module)
-        with preserved(self.leaf_slots):
+        with preserved(self.leaf_slots), modules_mode(self.leaves, self.training):
             sent = recorder.run(*self._arguments(inputs, received, buffers))
         return recorder.values, tuple(sent)
 
@@ -129,6 +132,19 @@ def preserved(slots: Sequence[BufferSlot]) -> Iterator[None]:
     finally:
         for slot, original in zip(slots, originals, strict=True):
             slot.owner._buffers[slot.attribute] = original
+
+
+@contextlib.contextmanager
+def modules_mode(modules: Sequence[nn.Module], training: bool) -> Iterator[None]:
+    """Inside, modules are as the user left them (training) or all in eval mode."""
+    changed = [m for module in modules for m in module.modules() if m.training] if not training else []
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True
 
 
 class _Recorder(fx.Interpreter):

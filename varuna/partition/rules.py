@@ -29,7 +29,7 @@ def buffer_rules(flow: Flow, model: nn.Module, members: Members) -> dict[str, Bu
     if flow.captured.training:
         canonical = canonical_names(model)
         for path in members.leaves:
-            for name, rule in _leaf_rules(model.get_submodule(path)).items():
+            for name, rule in module_rules(model.get_submodule(path)).items():
                 rules[canonical[f"{path}.{name}"]] = rule
     return rules
 
@@ -41,7 +41,7 @@ def writes_statistics_only(flow: Flow, node: fx.Node) -> bool:
 
 def _rule(writer: fx.Node, buffer: fx.Node) -> BufferRule:
     if writer.target in _STATISTICS:
-        momentum = arguments_of(writer, writer.target)["momentum"]  # type: ignore[arg-type]
+        momentum = arguments_of(writer, writer.target)["momentum"]
         return BufferRule(kind="affine", decay=1.0 - float(momentum))
     value = buffer.meta.get("val")
     is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
@@ -50,8 +50,8 @@ def _rule(writer: fx.Node, buffer: fx.Node) -> BufferRule:
     return BufferRule(kind="mean")
 
 
-def _leaf_rules(leaf: nn.Module) -> dict[str, BufferRule]:
-    """Inside an opaque leaf only normalisation layers are known to change their buffers."""
+def module_rules(leaf: nn.Module) -> dict[str, BufferRule]:
+    """Rules for a module that is run as it is: only normalisation layers are known to change their buffers."""
     rules: dict[str, BufferRule] = {}
     for path, module in leaf.named_modules():
         prefix = f"{path}." if path else ""

@@ -140,6 +140,7 @@ class Partition:
         output_spec: how the last section's outputs are read.
         dynamic_batch: any number of samples; otherwise only ``example_batch_size``.
         example_batch_size: samples that ``ValueSpec.shape`` stands for.
+        from_cache: an earlier capture was used again.
     """
 
     sections: tuple[Section, ...]
@@ -149,6 +150,7 @@ class Partition:
     output_spec: OutputSpec
     dynamic_batch: bool = True
     example_batch_size: int = 1
+    from_cache: bool = False
 
     def loss_of(self, outputs: Sequence[Tensor], num_samples: int) -> LossParts:
         """Sum (differentiable) and weight of the loss of one micro-batch, from what the last section sent."""
