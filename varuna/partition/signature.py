@@ -161,9 +161,14 @@ def signature_of(batch: object, batch_dim_size: int | None = None) -> InputSigna
             dimension. Without it, the size of dimension 0 that most tensors have (the first one's on a tie).
     """
     flat = flatten_batch(batch)
-    size = num_samples_of(flat) if batch_dim_size is None else batch_dim_size
+    return signature_of_flat(flat, num_samples_of(flat) if batch_dim_size is None else batch_dim_size)
+
+
+def signature_of_flat(flat: FlatBatch, num_samples: int) -> InputSignature:
+    """The signature of a flattened batch of ``num_samples`` samples."""
     return InputSignature(
-        tensors=tuple(_tensor_spec(key, tensor, size) for key, tensor in flat.tensors.items()), tree=flat.tree
+        tensors=tuple(_tensor_spec(key, tensor, num_samples) for key, tensor in flat.tensors.items()),
+        tree=flat.tree,
     )
 
 

@@ -1,5 +1,6 @@
 """Plans and schedules: who holds which sections, and what a stage does next. No torch."""
 
+from varuna.plan.encode import decode_choice, encode_choice
 from varuna.plan.layout import PlanChoice, simple_plan
 from varuna.plan.render import render_plan, render_schedule
 from varuna.plan.schedule import SCHEDULES, StageSchedule, pipeline_schedules, stage_schedule
@@ -25,6 +26,8 @@ __all__ = [
     "TaskKind",
     "TaskSpan",
     "constant_durations",
+    "decode_choice",
+    "encode_choice",
     "ideal_makespan",
     "next_task",
     "pipeline_schedules",
