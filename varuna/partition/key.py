@@ -11,13 +11,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import hashlib
 import inspect
 import json
 import platform
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +27,27 @@ from torch import Tensor, nn
 
 from varuna.partition.graph import Autocast
 from varuna.partition.signature import InputSignature
+from varuna.partition.sources import (
+    UnkeyableError,
+    array_digest,
+    file_digest,
+    is_compiled,
+    is_standard,
+    is_users,
+    package_versions,
+    packages_used,
+    source_path,
+    tensor_digest,
+    text_digest,
+)
 
 _MAX_DEPTH = 40
 _OWN_SOURCES = Path(__file__).parent
+# the files of this package that decide what a captured graph is
 _CAPTURING = (
-    ["blame", "capture", "convert", "cutpoint", "encode", "fakes", "graph", "key", "leaf", "loss", "nodes", "retry", "signature", "store"]
-)  # the files of this package that decide what a captured graph is
+    *("blame", "capture", "convert", "cutpoint", "encode", "fakes", "graph", "key", "leaf"),
+    *("loss", "nodes", "retry", "signature", "sources", "store"),
+)
 _SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape
 _PER_PROCESS_ATTRIBUTES = frozenset({"_original_object_hash"})  # transformers' hash(str) of a generation config
 _BY_REPR = (
@@ -80,17 +93,13 @@ def capture_key(
             walk.model(model),
             walk.sources(),
         ]
-    except _UnkeyableError:
+    except UnkeyableError:
         return None
-    return _text_digest(described)
-
-
-class _UnkeyableError(Exception):
-    """Something that differs between processes or cannot be looked into."""
+    return text_digest(described)
 
 
 def _versions() -> list[str]:
-    own = [_file_digest(_OWN_SOURCES / f"{name}.py") for name in _CAPTURING]
+    own = [file_digest(_OWN_SOURCES / f"{name}.py") for name in _CAPTURING]
     return [torch.__version__, platform.python_version(), *own]
 
 
@@ -128,11 +137,11 @@ class _Walk:
         """Digests of the files met, of the user's loaded modules, and versions of the packages they use."""
         packages: set[str] = set()
         for module in list(sys.modules.values()):
-            path = _source_path(module)
-            if path is not None and _is_users(path):
+            path = source_path(module)
+            if path is not None and is_users(path):
                 self._file(path)
-                packages.update(_packages_used(module))
-        return [sorted(self._files.items()), sorted(_package_versions(packages))]
+                packages.update(packages_used(module))
+        return [sorted(self._files.items()), sorted(package_versions(packages))]
 
     def _module(self, module: nn.Module) -> Any:
         attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED_ATTRIBUTES}
@@ -151,16 +160,16 @@ class _Walk:
     def _class(self, kind: type) -> Any:
         for base in kind.__mro__:
             module = sys.modules.get(base.__module__)
-            path = _source_path(module) if module is not None else None
-            if path is not None and not _is_standard(path):
+            path = source_path(module) if module is not None else None
+            if path is not None and not is_standard(path):
                 self._file(path)
-            elif path is None and base.__module__ not in sys.builtin_module_names and not _is_compiled(module):
-                raise _UnkeyableError
+            elif path is None and base.__module__ not in sys.builtin_module_names and not is_compiled(module):
+                raise UnkeyableError
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _file(self, path: str) -> None:
         if path not in self._files:
-            self._files[path] = _file_digest(Path(path))
+            self._files[path] = file_digest(Path(path))
 
     def _value(self, value: Any, depth: int) -> Any:
         if isinstance(value, enum.Enum):
@@ -170,22 +179,22 @@ class _Walk:
         if isinstance(value, float):
             return ["float", value.hex()]
         if depth > _MAX_DEPTH:
-            raise _UnkeyableError
+            raise UnkeyableError
         if id(value) in self._paths:
             return ["module", self._paths[id(value)]]
         known = self._digests.get(id(value))
         if known is None:
             self._digests[id(value)] = ""
             self._kept.append(value)
-            known = _text_digest(self._opened(value, depth + 1))
+            known = text_digest(self._opened(value, depth + 1))
             self._digests[id(value)] = known
         return known or "inside itself"
 
     def _opened(self, value: Any, depth: int) -> Any:
         if isinstance(value, Tensor):
-            return _tensor_digest(value)
+            return tensor_digest(value)
         if isinstance(value, np.ndarray):
-            return _array_digest(value)
+            return array_digest(value)
         if isinstance(value, type):
             return ["class", self._class(value)]
         if isinstance(
@@ -220,8 +229,8 @@ class _Walk:
     def _function(self, function: types.FunctionType, depth: int) -> Any:
         path = function.__code__.co_filename
         if not Path(path).is_file():
-            raise _UnkeyableError
-        if not _is_standard(path):
+            raise UnkeyableError
+        if not is_standard(path):
             self._file(path)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         bound = [function.__defaults__, function.__kwdefaults__, cells]
@@ -233,92 +242,13 @@ class _Walk:
             return ["module", self._module(value), _tensors(value)]
         slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
         if not slots and not hasattr(value, "__dict__"):
-            raise _UnkeyableError
+            raise UnkeyableError
         attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
         if not attributes and not (dataclasses.is_dataclass(value) or inspect.isclass(type(value))):
-            raise _UnkeyableError
+            raise UnkeyableError
         return [self._class(type(value)), self._attributes(attributes, depth)]
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
-
-
-# --- files and values -----------------------------------------------------------------------
-
-_STANDARD = tuple(
-    str(Path(sysconfig.get_path(name)).resolve())
-    for name in ("stdlib", "platstdlib")
-    if sysconfig.get_path(name)
-)
-_PACKAGES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib"))
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_VARUNA = str(_OWN_SOURCES.parent.resolve())
-
-
-def _source_path(module: types.ModuleType | None) -> str | None:
-    path = getattr(module, "__file__", None)
-    return path if isinstance(path, str) and path.endswith(".py") and Path(path).is_file() else None
-
-
-def _is_compiled(module: types.ModuleType | None) -> bool:
-    path = getattr(module, "__file__", None)
-    return isinstance(path, str) and not path.endswith(".py")
-
-
-def _is_standard(path: str) -> bool:
-    """Whether versions already tell what is in the file: Python's own library, torch, or this package."""
-    resolved = str(Path(path).resolve())
-    if resolved.startswith((_TORCH, _VARUNA)):
-        return True
-    return (
-        resolved.startswith(_STANDARD)
-        and not resolved.startswith(_PACKAGES)
-        and "site-packages" not in resolved
-    )
-
-
-def _is_users(path: str) -> bool:
-    resolved = str(Path(path).resolve())
-    return not _is_standard(path) and not resolved.startswith(_PACKAGES) and "site-packages" not in resolved
-
-
-def _packages_used(module: types.ModuleType) -> set[str]:
-    names = set()
-    for value in list(vars(module).values()):
-        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        if isinstance(name, str):
-            names.add(name.partition(".")[0])
-    return names
-
-
-def _package_versions(names: set[str]) -> list[list[str]]:
-    found = []
-    for name in names:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(version, str):
-            found.append([name, version])
-    return found
-
-
-def _text_digest(described: Any) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _tensor_digest(value: Tensor) -> Any:
-    if value.is_meta or value.layout is not torch.strided:
-        raise _UnkeyableError
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    shape = [list(value.shape), str(value.dtype), value.requires_grad]
-    return ["tensor", *shape, hashlib.sha256(raw).hexdigest()]
-
-
-def _array_digest(value: np.ndarray[Any, Any]) -> Any:
-    if value.dtype.hasobject:
-        raise _UnkeyableError
-    return ["array", list(value.shape), str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest()]
