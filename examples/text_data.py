@@ -23,6 +23,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".c", ".h", ".rs", ".json")
+_LEFT_OUT = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "lib2to3",
+    "pydoc_data",
+}  # tables and lists
 _TOKENIZER_BYTES = 500_000  # of text from which the tokenizer is trained
 
 
@@ -82,7 +91,7 @@ def find_corpus(path: str | None, max_bytes: int) -> Corpus:
         source = "the Python documentation (python3-doc)"
         if not files:
             library = Path(sysconfig.get_path("stdlib"))
-            files = sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts)
+            files = sorted(p for p in library.rglob("*.py") if not _LEFT_OUT & set(p.parts))
             source = f"the source of Python's standard library ({library})"
     documents = tuple(_read(_mixed(files), max_bytes))
     if not documents:
