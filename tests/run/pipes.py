@@ -16,7 +16,7 @@ from torch.distributed import HashStore, Store
 from varuna.run.channel import StageChannels, open_channels
 from varuna.run.connect import ConnectOptions, StageAddress
 from varuna.run.mailbox import Arrival, Mailbox
-from varuna.run.wire import Direction, Message, MessageHeader, header_of
+from varuna.run.wire import Direction, Message, MessageHeader
 
 TOKEN = b"secret of the job"
 
@@ -78,9 +78,9 @@ def pipeline(
             stage.abort()
 
 
-def header(message: Message, k: int, direction: Direction = Direction.ACTIVATION) -> MessageHeader:
-    return header_of(
-        message, generation=7, step_index=3, micro_batch_index=k, operation="train", direction=direction
+def header(k: int, direction: Direction = Direction.ACTIVATION) -> MessageHeader:
+    return MessageHeader(
+        generation=7, step_index=3, micro_batch_index=k, operation="train", direction=direction
     )
 
 
@@ -88,7 +88,7 @@ def send(
     channels: StageChannels, k: int, *values: torch.Tensor | None, direction: Direction = Direction.ACTIVATION
 ) -> None:
     message = Message(values=values)
-    channels.send(header(message, k, direction), message)
+    channels.send(header(k, direction), message)
 
 
 def wait_until(mailbox: Mailbox, holds: Callable[[], bool]) -> None:

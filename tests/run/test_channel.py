@@ -19,7 +19,6 @@ from torch.distributed import HashStore, Store
 
 from tests.run.pipes import (
     address_of,
-    header,
     nothing_leaks,  # noqa: F401
     options,
     pipeline,
@@ -30,7 +29,7 @@ from tests.run.pipes import (
 from varuna.errors import PeerLost, ProtocolError
 from varuna.run.channel import StageChannels, open_channels
 from varuna.run.connect import ConnectOptions
-from varuna.run.wire import Direction, Message
+from varuna.run.wire import Direction
 from varuna.testing.forked import barrier, run_forked, values_of
 
 ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
@@ -73,9 +72,9 @@ def test_messages_flow_both_ways_in_order() -> None:
         for k, size in enumerate(sizes):
             forward, backward = receive(stages[2], ACTIVATION), receive(stages[0], GRADIENT)
             assert forward.header.micro_batch_index == backward.header.micro_batch_index == k
-            assert len(backward.values) == 2
-            assert backward.values[1] is None
-            for value in (forward.values[0], backward.values[0]):
+            assert len(backward.message.values) == 2
+            assert backward.message.values[1] is None
+            for value in (forward.message.values[0], backward.message.values[0]):
                 assert value is not None
                 assert value.shape == (size,)
                 assert bool((value == k % 100).all())
@@ -98,7 +97,7 @@ def test_sending_never_waits_for_the_receiver() -> None:
             send(stages[1], k, torch.full((MEGABYTE,), k, dtype=torch.uint8), direction=GRADIENT)
         for k in range(num_messages):
             for stage, direction in ((stages[1], ACTIVATION), (stages[0], GRADIENT)):
-                value = receive(stage, direction).values[0]
+                value = receive(stage, direction).message.values[0]
                 assert value is not None
                 assert bool((value == k).all())
 
@@ -127,7 +126,7 @@ def test_tensors_live_until_they_are_sent_and_no_longer() -> None:
         del tensors
         assert gone[5]() is not None, "a queued tensor was dropped"
         for k in range(6):
-            value = receive(stages[1]).values[0]
+            value = receive(stages[1]).message.values[0]
             assert value is not None
             assert bool((value == k).all())
         stages[0].wait_unsent(ACTIVATION, 0)
@@ -344,10 +343,11 @@ def test_a_lost_receiver_is_noticed_by_the_next_send() -> None:
 
 def test_damage_on_a_stream_is_a_protocol_error() -> None:
     with pipeline(2) as stages:
-        message = Message(values=(torch.zeros(3),))
-        wrong = header(Message(values=()), 0)
-        stages[0].send(wrong, message)  # a header without the tensors that follow
-        with pytest.raises(ProtocolError, match="0 bytes, but 12"):
+        send(stages[0], 0, torch.zeros(3))
+        receive(stages[1])
+        raw = stages[0]._send[ACTIVATION]._stream
+        raw.sendall(b"not a message of any kind, but long enough for one")
+        with pytest.raises(ProtocolError, match="magic b'not '"):
             receive(stages[1])
 
 

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from tests.run.pipes import header, nothing_leaks  # noqa: F401
 from varuna.errors import ProtocolError
 from varuna.run.stream import FrameReader, Goodbye, goodbye_frame, message_frame, send_frame
+from varuna.run.tensor_bytes import DTYPES, TensorInfo
 from varuna.run.wire import (
-    DTYPES,
-    MAX_HEADER_BYTES,
+    MAX_LAYOUT_BYTES,
     MAX_PAYLOAD_BYTES,
+    MAX_REMEMBERED,
     PREFIX_BYTES,
+    Decoder,
     Direction,
+    Encoder,
+    Layout,
     Message,
     MessageHeader,
-    TensorInfo,
-    decode_header,
     decode_prefix,
-    encode_message,
-    header_of,
 )
 
 Values = Sequence[torch.Tensor | None]
@@ -48,8 +48,9 @@ def exchange(streams: tuple[socket.socket, socket.socket], messages: Sequence[Me
     left, right = streams
 
     def send_all() -> None:
+        encoder = Encoder()
         for k, message in enumerate(messages):
-            send_frame(left, message_frame(header(message, k), message))
+            send_frame(left, message_frame(encoder, header(k), message))
         send_frame(left, goodbye_frame("that was all"))
 
     sender = threading.Thread(target=send_all)
@@ -57,8 +58,8 @@ def exchange(streams: tuple[socket.socket, socket.socket], messages: Sequence[Me
     reader = FrameReader(right)
     received = []
     while not isinstance(frame := reader.read(), Goodbye):
-        assert frame.header == header(messages[len(received)], len(received))
-        received.append(Message(values=frame.values, signature=frame.header.signature))
+        assert frame.header == header(len(received))
+        received.append(frame.message)
     sender.join()
     assert frame.reason == "that was all"
     return received
@@ -152,7 +153,7 @@ def test_frames_of_all_sizes_follow_each_other(streams: tuple[socket.socket, soc
 def test_tensor_memory_is_sent_without_a_copy() -> None:
     tensor = torch.zeros(10, dtype=torch.uint8)
     message = Message(values=(tensor,))
-    frame = message_frame(header(message, 0), message)
+    frame = message_frame(Encoder(), header(0), message)
     tensor.fill_(9)
     assert bytes(frame.buffers[1]) == bytes([9] * 10)
 
@@ -173,13 +174,13 @@ def test_received_tensors_do_not_share_memory(streams: tuple[socket.socket, sock
 )
 def test_tensors_that_cannot_travel_are_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(ProtocolError, match="cannot be sent to the next stage"):
-        header(Message(values=(tensor,)), 0)
+        message_frame(Encoder(), header(0), Message(values=(tensor,)))
 
 
 def test_stream_that_ends_inside_a_frame(streams: tuple[socket.socket, socket.socket]) -> None:
     left, right = streams
     message = Message(values=(torch.zeros(100_000),))
-    frame = message_frame(header(message, 0), message)
+    frame = message_frame(Encoder(), header(0), message)
     left.sendall(bytes(frame.buffers[0]) + bytes(1000))
     left.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
@@ -187,7 +188,7 @@ def test_stream_that_ends_inside_a_frame(streams: tuple[socket.socket, socket.so
 
 
 def good_prefix() -> bytearray:
-    return bytearray(encode_message(header(Message(values=()), 0), 0)[:PREFIX_BYTES])
+    return bytearray(Encoder().encode(header(0), Message(values=()))[0][:PREFIX_BYTES])
 
 
 @pytest.mark.parametrize(
@@ -196,8 +197,8 @@ def good_prefix() -> bytearray:
         (0, b"GET ", "magic b'GET '"),
         (4, b"\x63", "version 99"),
         (5, b"\x09", "kind of message 9"),
-        (8, (MAX_HEADER_BYTES + 1).to_bytes(4, "big"), "damaged"),
-        (12, (MAX_PAYLOAD_BYTES + 1).to_bytes(8, "big"), "damaged"),
+        (32, (MAX_LAYOUT_BYTES + 1).to_bytes(4, "big"), "damaged"),
+        (36, (MAX_PAYLOAD_BYTES + 1).to_bytes(8, "big"), "damaged"),
     ],
 )
 def test_a_damaged_prefix_is_found(offset: int, value: bytes, text: str) -> None:
@@ -209,9 +210,6 @@ def test_a_damaged_prefix_is_found(offset: int, value: bytes, text: str) -> None
 
 def encoded(**changes: object) -> bytes:
     fields: dict[str, object] = {
-        "generation": 1,
-        "step_index": 2,
-        "micro_batch_index": 3,
         "operation": "train",
         "direction": "gradient",
         "signature": "",
@@ -220,15 +218,9 @@ def encoded(**changes: object) -> bytes:
     return msgspec.msgpack.encode(list((fields | changes).values()))
 
 
-def test_a_good_header_is_read() -> None:
-    assert decode_header(encoded(), 24) == MessageHeader(
-        generation=1,
-        step_index=2,
-        micro_batch_index=3,
-        operation="train",
-        direction=Direction.GRADIENT,
-        tensors=(TensorInfo("float32", (2, 3)),),
-    )
+def test_a_good_layout_is_read() -> None:
+    expected = Layout("train", Direction.GRADIENT, "", (TensorInfo("float32", (2, 3)),))
+    assert Decoder().decode(encoded(), 24) == expected
 
 
 @pytest.mark.parametrize(
@@ -241,19 +233,41 @@ def test_a_good_header_is_read() -> None:
         ({"tensors": [["float32", [1] * 65]]}, 4, "impossible shape"),
         ({"tensors": [None] * 5000}, 0, "5000 tensors"),
         ({"direction": "sideways"}, 24, "cannot be read"),
-        ({"generation": "one"}, 24, "cannot be read"),
+        ({"operation": 1}, 24, "cannot be read"),
         ({"tensors": [["float32", [1 << 40, 1 << 40]]]}, 24, "but 24"),
     ],
 )
-def test_a_wrong_header_is_found(changes: dict[str, object], payload_bytes: int, text: str) -> None:
+def test_a_wrong_layout_is_found(changes: dict[str, object], payload_bytes: int, text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        decode_header(encoded(**changes), payload_bytes)
+        Decoder().decode(encoded(**changes), payload_bytes)
+
+
+def test_a_remembered_layout_is_still_checked_against_the_payload() -> None:
+    decoder = Decoder()
+    decoder.decode(encoded(), 24)
+    with pytest.raises(ProtocolError, match="24 bytes, but 28"):
+        decoder.decode(encoded(), 28)
+
+
+def test_layouts_without_end_are_forgotten(streams: tuple[socket.socket, socket.socket]) -> None:
+    messages = [Message(values=(torch.arange(size),)) for size in [*range(3 * MAX_REMEMBERED), *range(10)]]
+    received = exchange(streams, messages)
+    for got, sent in zip(received, messages, strict=True):
+        assert_same_bits(got.values, sent.values)
+
+
+def test_a_sparse_tensor_is_not_taken_for_a_remembered_dense_one() -> None:
+    encoder = Encoder()
+    dense = torch.eye(3)
+    message_frame(encoder, header(0), Message(values=(dense,)))
+    with pytest.raises(ProtocolError, match="cannot be sent"):
+        message_frame(encoder, header(1), Message(values=(dense.to_sparse(),)))
 
 
 @given(st.binary(max_size=200), st.integers(0, 1 << 40))
-def test_random_bytes_are_a_protocol_error_or_a_header(data: bytes, payload_bytes: int) -> None:
+def test_random_bytes_are_a_protocol_error_or_a_layout(data: bytes, payload_bytes: int) -> None:
     try:
-        decode_header(data, payload_bytes)
+        Decoder().decode(data, payload_bytes)
     except ProtocolError:
         return
 
@@ -271,23 +285,24 @@ def test_random_prefixes_are_refused(data: bytes) -> None:
     st.text(max_size=50),
     st.lists(st.none() | st.lists(st.integers(0, 9), max_size=4), max_size=6),
 )
-def test_headers_round_trip(
+def test_headers_and_layouts_round_trip(
     generation: int, step_index: int, k: int, signature: str, shapes: list[list[int] | None]
 ) -> None:
     message = Message(
         values=tuple(None if shape is None else torch.zeros(shape, dtype=torch.int16) for shape in shapes),
         signature=signature,
     )
-    sent = header_of(
-        message,
+    sent = MessageHeader(
         generation=generation,
         step_index=step_index,
         micro_batch_index=k,
         operation="evaluate",
         direction=Direction.ACTIVATION,
     )
-    payload_bytes = sum(value.nbytes for value in message.values if value is not None)
-    data = encode_message(sent, payload_bytes)
+    data, payload_bytes = Encoder().encode(sent, message)
+    assert payload_bytes == sum(value.nbytes for value in message.values if value is not None)
     prefix = decode_prefix(data[:PREFIX_BYTES])
-    assert prefix.payload_bytes == payload_bytes
-    assert decode_header(data[PREFIX_BYTES:], payload_bytes) == sent
+    layout = Decoder().decode(data[PREFIX_BYTES:], prefix.payload_bytes)
+    assert prefix.header(layout) == sent
+    assert layout.signature == signature
+    assert [None if info is None else list(info.shape) for info in layout.tensors] == shapes

@@ -28,7 +28,7 @@ from varuna.run.stream import (
     send_frame,
     try_send_frame,
 )
-from varuna.run.wire import Direction, Message, MessageHeader
+from varuna.run.wire import Direction, Encoder, Message, MessageHeader
 
 INLINE_BYTES = 64 << 10
 """Frames up to this size are written by the compute thread itself when the channel is idle."""
@@ -44,6 +44,7 @@ class SendChannel:
         self.peer: Peer = link.peer
         self._stream = link.stream
         self._mailbox = mailbox
+        self._encoder = Encoder()
         self._queue: deque[Frame] = deque()  # its head is the frame being sent
         self._head_sent = 0
         self._ending = False
@@ -61,7 +62,7 @@ class SendChannel:
         Raises:
             PeerLost: this or an earlier message could not be sent.
         """
-        frame = message_frame(header, message)
+        frame = message_frame(self._encoder, header, message)
         with self._changed:
             if self._stopped or self._error is not None:
                 raise self._error or PeerLost(f"The connection to {self.peer} is closed.")

@@ -11,17 +11,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from varuna.run.wire import Direction, MessageHeader
+from varuna.run.wire import Direction, Message, MessageHeader
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One received message: its header and its tensors (CPU memory, owned by the reader)."""
+    """One received message: what it is for, and its tensors (CPU memory, owned by whoever takes it)."""
 
     header: MessageHeader
-    values: tuple[Tensor | None, ...]
+    message: Message
 
 
 class Mailbox:

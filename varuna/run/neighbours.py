@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from varuna.errors import PeerLost, ProtocolError
 from varuna.run.channel import StageChannels
-from varuna.run.wire import Direction, Message, MessageHeader, header_of
+from varuna.run.wire import Direction, Message, MessageHeader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +114,13 @@ class Neighbours:
         arrival = self._channels.mailbox.take(direction)
         self._num_taken[direction] += 1
         expected = self._header(direction, micro_batch_index)
-        if arrival.header.place != expected.place:
+        if arrival.header != expected:
             peer = self._channels.peer_of(direction)
             raise ProtocolError(
                 f"The {self.context.place} expected {expected}, but {peer} sent {arrival.header}. All workers "
                 f"must call train and evaluate in the same order, the same number of times."
             )
-        return Message(values=arrival.values, signature=arrival.header.signature)
+        return arrival.message
 
     def send(self, direction: Direction, micro_batch_index: int, message: Message | None) -> None:
         """Hand a message to its channel, without waiting; there is none where there is no neighbour."""
@@ -128,14 +128,11 @@ class Neighbours:
             return
         if message is None:
             raise AssertionError(f"{self.context.place} made no {direction.value} to send")
-        self._channels.send(self._header(direction, micro_batch_index, message), message)
+        self._channels.send(self._header(direction, micro_batch_index), message)
 
-    def _header(
-        self, direction: Direction, micro_batch_index: int, message: Message | None = None
-    ) -> MessageHeader:
+    def _header(self, direction: Direction, micro_batch_index: int) -> MessageHeader:
         context = self.context
-        return header_of(
-            message,
+        return MessageHeader(
             generation=context.generation,
             step_index=context.step_index,
             micro_batch_index=micro_batch_index,

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from varuna.run.mailbox import Arrival
+from varuna.run.tensor_bytes import TensorInfo, allocate, copies_done, on_host, payload_views
 from varuna.run.wire import (
     PREFIX_BYTES,
+    Decoder,
+    Encoder,
     FrameKind,
     Message,
     MessageHeader,
-    allocate,
-    decode_header,
     decode_prefix,
     encode_goodbye,
-    encode_message,
-    payload_views,
 )
 
 _READ_AHEAD_BYTES = 16 << 10
 _MAX_VECTORS = 1024  # IOV_MAX of Linux
+_MAX_PREPARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +55,23 @@ class Frame:
     ready: torch.cuda.Event | None = None
 
 
-def message_frame(header: MessageHeader, message: Message) -> Frame:
-    """A frame for ``message`` and the header that ``header_of`` made for it.
+def message_frame(encoder: Encoder, header: MessageHeader, message: Message) -> Frame:
+    """A frame for ``message``.
 
     CPU tensors are sent from their own memory when contiguous. CUDA tensors start a copy to pinned memory on
     the current stream, and ``Frame.ready`` says when it is done: this never waits for the device.
     """
-    tensors = [None if value is None else _on_host(value) for value in message.values]
-    views = payload_views(tensors)
-    payload_bytes = sum([view.nbytes for view in views])
-    head = encode_message(header, payload_bytes)
-    return Frame((head, *views), len(head) + payload_bytes, tensors, _copies_done(message.values))
+    head, payload_bytes = encoder.encode(header, message)
+    tensors = [None if value is None else on_host(value) for value in message.values]
+    return Frame(
+        (head, *payload_views(tensors)), len(head) + payload_bytes, tensors, copies_done(message.values)
+    )
 
 
 def goodbye_frame(reason: str) -> Frame:
     """The last frame of a channel."""
     data = encode_goodbye(reason)
     return Frame((data,), len(data))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """The same values, dense, in CPU memory; the tensor itself if it is that already."""
-    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_cuda:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-    return tensor.cpu().contiguous()
-
-
-def _copies_done(values: Sequence[Tensor | None]) -> torch.cuda.Event | None:
-    device = next((value.device for value in values if value is not None and value.is_cuda), None)
-    if device is None:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def send_frame(stream: socket.socket, frame: Frame, *, already_sent: int = 0) -> None:
@@ -125,6 +105,9 @@ def _skip(buffers: Sequence[bytes | memoryview], num_bytes: int) -> list[bytes |
 class FrameReader:
     """Reads frames from a socket in order.
 
+    While it waits it holds memory for one more message like the last one (if that was at most 1 MB): making
+    tensors is slow just after a wait.
+
     Args:
         stream: a connected, blocking socket.
         pin_memory: receive into pinned memory, so that the copy to a GPU need not wait.
@@ -133,26 +116,43 @@ class FrameReader:
     def __init__(self, stream: socket.socket, *, pin_memory: bool = False) -> None:
         self._stream = stream
         self._pin_memory = pin_memory
+        self._decoder = Decoder()
         self._buffer = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._start = 0
         self._end = 0
+        self._expected: tuple[TensorInfo | None, ...] = ()
+        self._prepared: tuple[tuple[Tensor | None, ...], list[memoryview]] = ((), [])
 
     def read(self) -> Arrival | Goodbye:
         """The next frame. ``EOFError`` or ``OSError`` when the stream ended, ``ProtocolError`` if damaged."""
+        self._prepared = self._prepare(self._expected)
         self._read_ahead(PREFIX_BYTES)
         prefix = decode_prefix(self._take(PREFIX_BYTES))
-        if prefix.header_bytes <= _READ_AHEAD_BYTES:
-            self._read_ahead(prefix.header_bytes)
-            head = self._take(prefix.header_bytes)
-        else:
-            head = memoryview(bytearray(prefix.header_bytes))
-            self._read_into([head])
-        if prefix.kind is FrameKind.GOODBYE:
-            return Goodbye(str(head, "utf-8", "replace"))
-        header = decode_header(head, prefix.payload_bytes)
-        values = allocate(header.tensors, pin_memory=self._pin_memory)
-        self._read_into(payload_views(values))
-        return Arrival(header, values)
+        data = self._read_bytes(prefix.layout_bytes)
+        if prefix.kind == FrameKind.GOODBYE:
+            return Goodbye(data.decode(errors="replace"))
+        layout = self._decoder.decode(data, prefix.payload_bytes)
+        if layout.tensors is not self._expected:
+            self._prepared = self._prepare(layout.tensors)
+            self._expected = layout.tensors if prefix.payload_bytes <= _MAX_PREPARED_BYTES else ()
+        values, views = self._prepared
+        self._prepared = ((), [])
+        self._read_into(views)
+        return Arrival(prefix.header(layout), Message(values=values, signature=layout.signature))
+
+    def _prepare(
+        self, infos: tuple[TensorInfo | None, ...]
+    ) -> tuple[tuple[Tensor | None, ...], list[memoryview]]:
+        values = allocate(infos, pin_memory=self._pin_memory)
+        return values, payload_views(values)
+
+    def _read_bytes(self, num_bytes: int) -> bytes:
+        if num_bytes <= _READ_AHEAD_BYTES:
+            self._read_ahead(num_bytes)
+            return bytes(self._take(num_bytes))
+        data = bytearray(num_bytes)
+        self._read_into([memoryview(data)])
+        return bytes(data)
 
     def _take(self, num_bytes: int) -> memoryview:
         view = self._buffer[self._start : self._start + num_bytes]

@@ -1,24 +1,21 @@
 """What travels between neighbouring stages, as bytes: one frame per message.
 
-A frame is a fixed prefix, a header, and the bytes of the tensors one after the other::
+A frame is a fixed prefix, a layout, and the bytes of the tensors one after the other::
 
-    magic "VRNA" | version u8 | kind u8 | 2 pad | header bytes u32 | payload bytes u64      (big-endian)
-    header: msgpack of ``MessageHeader`` (kind MESSAGE) or UTF-8 text (kind GOODBYE)
+    magic "VRNA" | version u8 | kind u8 | 2 pad | generation i64 | step i64 | micro-batch i64
+                 | layout bytes u32 | payload bytes u64                                        (big-endian)
+    layout: msgpack of ``Layout`` (kind MESSAGE) or UTF-8 text (kind GOODBYE)
     payload: tensor 0, tensor 1, ... dense, row-major, little-endian
 
-Nothing here touches a socket. What is read is checked against limits before memory is taken for it.
-Written for few Python steps per message: after a wait they run from cold caches, ten to thirty times slower than
-in a loop, and the next stage waits for them.
+Nothing here touches a socket. What is read is checked against limits before memory is taken for it. Prefix and
+layout are apart because the layout is nearly always one seen before, and both ends remember those: after a wait
+Python runs from cold caches, ten to thirty times slower than in a loop, and the next stage waits meanwhile.
 """
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import math
 import struct
-import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,31 +23,21 @@ import torch
 from torch import Tensor
 
 from varuna.errors import ProtocolError
+from varuna.run.tensor_bytes import DTYPES, TensorInfo, info_of
 
 WIRE_VERSION = 1
-MAX_HEADER_BYTES = 16 << 20
+MAX_LAYOUT_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 1 << 38
 MAX_TENSORS = 4096
 MAX_DIMENSIONS = 64
+MAX_REMEMBERED = 64
+MAX_REMEMBERED_BYTES = 4096
 
 _MAGIC = b"VRNA"
-_PREFIX = struct.Struct("!4sBBxxIQ")
+_PREFIX = struct.Struct("!4sBBxxqqqIQ")
 PREFIX_BYTES = _PREFIX.size
 
-_DTYPE_NAMES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *(
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "float4_e2m1fn_x2",
-    ),
-)
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-_NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+_LayoutKey = tuple[str, "Direction", tuple[tuple[torch.dtype, torch.Size] | None, ...]]
 
 
 class Direction(enum.Enum):
@@ -81,20 +68,8 @@ class Message:
     signature: str = ""
 
 
-class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Type and shape of one tensor of a message; ``dtype`` as in ``torch.<dtype>``."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its dense payload."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-class MessageHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a message is: checked by the receiver before its tensors are used.
+class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message is for: the receiver checks it before it uses the tensors.
 
     Attributes:
         generation: membership and plan it belongs to.
@@ -102,8 +77,6 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         micro_batch_index: k in the global batch, the same number on every stage.
         operation: "train" or "evaluate".
         direction: activation or gradient.
-        signature: JSON text of a new input signature, or "".
-        tensors: type and shape of each tensor; None for "no tensor".
     """
 
     generation: int
@@ -111,19 +84,6 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     micro_batch_index: int
     operation: str
     direction: Direction
-    signature: str = ""
-    tensors: tuple[TensorInfo | None, ...] = ()
-
-    @property
-    def place(self) -> tuple[int, int, int, str, Direction]:
-        """What sender and receiver must agree on."""
-        return (
-            self.generation,
-            self.step_index,
-            self.micro_batch_index,
-            self.operation,
-            self.direction,
-        )
 
     def __str__(self) -> str:
         return (
@@ -132,86 +92,107 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class FramePrefix:
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """What messages of one kind have in common; ``tensors`` says None for "no tensor"."""
+
+    operation: str
+    direction: Direction
+    signature: str
+    tensors: tuple[TensorInfo | None, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum([info.num_bytes for info in self.tensors if info is not None])
+
+
+class FramePrefix(msgspec.Struct, frozen=True):
     """The fixed start of a frame, checked."""
 
-    kind: FrameKind
-    header_bytes: int
+    kind: int
+    generation: int
+    step_index: int
+    micro_batch_index: int
+    layout_bytes: int
     payload_bytes: int
 
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(MessageHeader).decode
-
-
-def info_of(tensor: Tensor) -> TensorInfo:
-    """Type and shape as they travel; ``ProtocolError`` for a tensor that cannot."""
-    name = _NAME_OF_DTYPE.get(tensor.dtype)
-    if name is None or tensor.layout is not torch.strided or tensor.is_meta:
-        raise ProtocolError(
-            f"A tensor of {tensor.dtype}, layout {tensor.layout}, device {tensor.device} cannot be sent to the "
-            f"next stage. Move the cut point so that a dense tensor crosses it."
+    def header(self, layout: Layout) -> MessageHeader:
+        """What the message is for."""
+        return MessageHeader(
+            generation=self.generation,
+            step_index=self.step_index,
+            micro_batch_index=self.micro_batch_index,
+            operation=layout.operation,
+            direction=layout.direction,
         )
-    return TensorInfo(name, tuple(tensor.shape))
 
 
-def header_of(
-    message: Message | None,
-    *,
-    generation: int,
-    step_index: int,
-    micro_batch_index: int,
-    operation: str,
-    direction: Direction,
-) -> MessageHeader:
-    """The header under which ``message`` travels (without tensors for None)."""
-    values = message.values if message is not None else ()
-    return MessageHeader(
-        generation=generation,
-        step_index=step_index,
-        micro_batch_index=micro_batch_index,
-        operation=operation,
-        direction=direction,
-        signature=message.signature if message is not None else "",
-        tensors=tuple([None if value is None else info_of(value) for value in values]),
+class Encoder:
+    """Writes the part of a message before its tensors; remembers layouts."""
+
+    def __init__(self) -> None:
+        self._known: dict[_LayoutKey, tuple[bytes, int]] = {}
+
+    def encode(self, header: MessageHeader, message: Message) -> tuple[bytes, int]:
+        """Prefix and layout of a message, and how many bytes of tensors follow.
+
+        Raises:
+            ProtocolError: a tensor that cannot travel, or a message over the limits.
+        """
+        if message.signature:
+            layout, payload_bytes = _encode_layout(header, message)
+        else:
+            types = [None if value is None else (value.dtype, value.shape) for value in message.values]
+            key = (header.operation, header.direction, tuple(types))
+            known = self._known.get(key)
+            if known is None:
+                if len(self._known) >= MAX_REMEMBERED:
+                    self._known.clear()
+                known = self._known[key] = _encode_layout(header, message)
+            layout, payload_bytes = known
+        prefix = _PREFIX.pack(
+            _MAGIC,
+            WIRE_VERSION,
+            FrameKind.MESSAGE,
+            header.generation,
+            header.step_index,
+            header.micro_batch_index,
+            len(layout),
+            payload_bytes,
+        )
+        return prefix + layout, payload_bytes
+
+
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_decode_msgpack = msgspec.msgpack.Decoder(Layout).decode
+
+
+def _encode_layout(header: MessageHeader, message: Message) -> tuple[bytes, int]:
+    layout = Layout(
+        header.operation,
+        header.direction,
+        message.signature,
+        tuple([None if value is None else info_of(value) for value in message.values]),
     )
-
-
-def payload_views(tensors: Iterable[Tensor | None]) -> list[memoryview]:
-    """The memory of contiguous CPU tensors in order, not copied, without those that have none.
-
-    The views do not keep the tensors alive: the caller must, as long as it uses them.
-    """
-    return [_memory_of(tensor) for tensor in tensors if tensor is not None and tensor.nbytes]
-
-
-def _memory_of(tensor: Tensor) -> memoryview:
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def encode_message(header: MessageHeader, payload_bytes: int) -> bytes:
-    """Prefix and header of a message whose tensors take ``payload_bytes``."""
-    return _frame(FrameKind.MESSAGE, _encode(header), payload_bytes)
+    data, payload_bytes = _encode_msgpack(layout), layout.payload_bytes
+    if len(data) > MAX_LAYOUT_BYTES or payload_bytes > MAX_PAYLOAD_BYTES or len(layout.tensors) > MAX_TENSORS:
+        raise ProtocolError(
+            f"A message of {len(layout.tensors)} tensors, {payload_bytes} bytes and a layout of {len(data)} is over "
+            f"the limits of {MAX_TENSORS}, {MAX_PAYLOAD_BYTES} and {MAX_LAYOUT_BYTES}. Use smaller micro-batches "
+            f"or another cut point."
+        )
+    return data, payload_bytes
 
 
 def encode_goodbye(reason: str) -> bytes:
     """A whole frame that says nothing more will follow, and why ("" for the ordinary end)."""
-    return _frame(FrameKind.GOODBYE, reason.encode()[:MAX_HEADER_BYTES], 0)
-
-
-def _frame(kind: FrameKind, header: bytes, payload_bytes: int) -> bytes:
-    if len(header) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(
-            f"A message with a header of {len(header)} bytes and {payload_bytes} bytes of tensors is over the "
-            f"limits of {MAX_HEADER_BYTES} and {MAX_PAYLOAD_BYTES}. Use smaller micro-batches."
-        )
-    return _PREFIX.pack(_MAGIC, WIRE_VERSION, kind, len(header), payload_bytes) + header
+    text = reason.encode(errors="replace")[:MAX_LAYOUT_BYTES]
+    return _PREFIX.pack(_MAGIC, WIRE_VERSION, FrameKind.GOODBYE, 0, 0, 0, len(text), 0) + text
 
 
 def decode_prefix(data: bytes | bytearray | memoryview) -> FramePrefix:
     """Read ``PREFIX_BYTES`` bytes; ``ProtocolError`` if another program or version wrote them."""
-    magic, version, kind, header_bytes, payload_bytes = _PREFIX.unpack(data)
+    magic, version, kind, generation, step_index, k, layout_bytes, payload_bytes = _PREFIX.unpack(data)
     if magic != _MAGIC or version != WIRE_VERSION:
         raise ProtocolError(
             f"Expected a Varuna message of version {WIRE_VERSION}, got magic {magic!r} version {version}. "
@@ -219,33 +200,54 @@ def decode_prefix(data: bytes | bytearray | memoryview) -> FramePrefix:
         )
     if kind not in (FrameKind.MESSAGE, FrameKind.GOODBYE):
         raise ProtocolError(f"Unknown kind of message {kind}. All workers must run the same version of Varuna.")
-    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+    if layout_bytes > MAX_LAYOUT_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(
-            f"A message states {header_bytes} bytes of header and {payload_bytes} of tensors, over the limits "
-            f"of {MAX_HEADER_BYTES} and {MAX_PAYLOAD_BYTES}: the stream is damaged."
+            f"A message states {layout_bytes} bytes of layout and {payload_bytes} of tensors, over the limits "
+            f"of {MAX_LAYOUT_BYTES} and {MAX_PAYLOAD_BYTES}: the stream is damaged."
         )
-    return FramePrefix(FrameKind(kind), header_bytes, payload_bytes)
+    return FramePrefix(kind, generation, step_index, k, layout_bytes, payload_bytes)
 
 
-def decode_header(data: bytes | bytearray | memoryview, payload_bytes: int) -> MessageHeader:
-    """Read a header and check that its tensors fill exactly ``payload_bytes``."""
+class Decoder:
+    """Reads layouts; remembers those it has read and checked."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[Layout, int]] = {}
+
+    def decode(self, data: bytes, payload_bytes: int) -> Layout:
+        """Read a layout and check that its tensors fill exactly ``payload_bytes``.
+
+        Raises:
+            ProtocolError: it does not, or is no layout.
+        """
+        known = self._known.get(data)
+        if known is None:
+            layout = _decode_layout(data)
+            known = layout, layout.payload_bytes
+            if len(data) <= MAX_REMEMBERED_BYTES:
+                if len(self._known) >= MAX_REMEMBERED:
+                    self._known.clear()
+                self._known[data] = known
+        layout, stated_bytes = known
+        if stated_bytes != payload_bytes:
+            raise ProtocolError(
+                f"The tensors of a message take {stated_bytes} bytes, but {payload_bytes} were announced: the "
+                f"stream is damaged."
+            )
+        return layout
+
+
+def _decode_layout(data: bytes) -> Layout:
     try:
-        header = _decode(data)
+        layout = _decode_msgpack(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"A message header of {len(data)} bytes cannot be read: {error}.") from error
-    if len(header.tensors) > MAX_TENSORS:
-        raise ProtocolError(f"A message has {len(header.tensors)} tensors, more than {MAX_TENSORS}.")
-    stated_bytes = 0
-    for info in header.tensors:
+        raise ProtocolError(f"A message layout of {len(data)} bytes cannot be read: {error}.") from error
+    if len(layout.tensors) > MAX_TENSORS:
+        raise ProtocolError(f"A message has {len(layout.tensors)} tensors, more than {MAX_TENSORS}.")
+    for info in layout.tensors:
         if info is not None:
             _check_info(info)
-            stated_bytes += info.num_bytes
-    if stated_bytes != payload_bytes:
-        raise ProtocolError(
-            f"The tensors of {header} take {stated_bytes} bytes, but {payload_bytes} were announced: the "
-            f"stream is damaged."
-        )
-    return header
+    return layout
 
 
 def _check_info(info: TensorInfo) -> None:
@@ -253,20 +255,3 @@ def _check_info(info: TensorInfo) -> None:
         raise ProtocolError(f"A message holds a tensor of type {info.dtype!r}, which this torch does not have.")
     if len(info.shape) > MAX_DIMENSIONS or any(size < 0 for size in info.shape):
         raise ProtocolError(f"A message holds a tensor of impossible shape {info.shape}.")
-
-
-def allocate(infos: Sequence[TensorInfo | None], *, pin_memory: bool = False) -> tuple[Tensor | None, ...]:
-    """Uninitialised CPU tensors for a header's payload, each with its own storage."""
-    return tuple(None if info is None else _empty(info, pin_memory) for info in infos)
-
-
-def _empty(info: TensorInfo, pin_memory: bool) -> Tensor:
-    dtype = DTYPES[info.dtype]
-    if dtype is torch.complex32:  # torch warns that it is experimental when it makes one, not when it views one
-        return (
-            torch.empty(info.num_bytes, dtype=torch.uint8, pin_memory=pin_memory).view(dtype).view(info.shape)
-        )
-    return torch.empty(info.shape, dtype=dtype, pin_memory=pin_memory)
-
-
-assert sys.byteorder == "little", "tensor bytes travel as they lie in memory"
