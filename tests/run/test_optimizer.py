@@ -34,6 +34,13 @@ def test_optimizers_of_torch_and_of_users_are_accepted(name: str) -> None:
     check_optimizer(OPTIMIZERS[name](groups_of(user_model)), user_model)
 
 
+def test_an_optimizer_that_a_scheduler_has_wrapped_is_accepted() -> None:
+    user_model = model()
+    optimizer = torch.optim.AdamW(user_model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    check_optimizer(optimizer, user_model)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.LBFGS, NeedsClosure])
 def test_a_step_that_needs_a_closure_is_refused(cls: type[Optimizer]) -> None:
     user_model = model()

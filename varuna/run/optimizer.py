@@ -50,8 +50,8 @@ def learning_rates(optimizer: Optimizer) -> tuple[float, ...]:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    try:
-        parameters = list(inspect.signature(optimizer.step).parameters.values())
+    try:  # of the class: schedulers wrap the instance's method, and the wrapper shows ``self`` again
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):  # built in C, say: nothing to read
         return False
     ordinary = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

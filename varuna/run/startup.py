@@ -149,7 +149,7 @@ def compare_weights(world: World, partition: Partition) -> None:
     if world.size == 1:
         return
     digests = {
-        f"section {section.spec.index} ({section.spec.name})": str(digest_of(section.parameters))
+        f"section {section.spec.index} ({section.spec.name})": str(digest_of(section.parameters.values()))
         for section in partition.sections
     }
     _compare(world, "weights", digests, "Workers built different initial weights")
