@@ -123,7 +123,10 @@ def run(
         log_dir=directory,
         show_all=show == "all",
     )
-    sys.exit(run_local(job, os.environ))
+    exit_code = run_local(job, os.environ)
+    if exit_code == 0 and log_dir is None:
+        _remove_if_empty(directory)
+    sys.exit(exit_code)
 
 
 @main.command()
@@ -173,3 +176,12 @@ def _log_directory(wanted: Path | None, run_id: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"varuna-{run_id}-"))
     wanted.mkdir(parents=True, exist_ok=True)
     return wanted.absolute()
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Remove a directory of logs in which nothing was written."""
+    files = list(directory.iterdir())
+    if not any(file.stat().st_size for file in files):
+        for file in files:
+            file.unlink()
+        directory.rmdir()

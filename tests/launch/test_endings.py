@@ -53,9 +53,8 @@ def gone(pids: list[int]) -> bool:
         (lambda command: command.signal(signal.SIGINT), 130, "SIGINT"),
         (lambda command: command.signal_group(signal.SIGINT), 130, "SIGINT"),
         (lambda command: command.signal(signal.SIGTERM), 143, "SIGTERM"),
-        (lambda command: command.signal(signal.SIGHUP), 129, "SIGHUP"),
     ],
-    ids=["ctrl-c", "ctrl-c to the group", "terminate", "terminal closed"],
+    ids=["ctrl-c", "ctrl-c to the group", "terminate"],
 )
 def test_a_signal_ends_everything_quietly(
     launch: Launch, tmp_path: Path, end: Callable[[Command], None], code: int, name: str
@@ -87,7 +86,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Launch, tmp_path: Path) -> None:
     command.signal(signal.SIGINT)
     command.signal(signal.SIGTERM)  # another number, for the same one twice may arrive as one
     assert command.wait(10).code in (130, 143)  # the kernel may deliver them in either order
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 3  # the third step of one request comes later
     assert gone(pids)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.launch.conftest import Launch
 from tests.launch.jobs import Command, write_script
+from varuna.failure import record_of, write_record
 
 SHOW_WORLD = """
     import json, os, sys
@@ -50,15 +51,17 @@ def test_a_script_finds_its_world_arguments_and_layout(launch: Launch, tmp_path:
     assert (other["RANK"], other["VARUNA_TOKEN"]) == ("1", world["VARUNA_TOKEN"])
 
 
-def test_a_module_runs_with_m(tmp_path: Path) -> None:
-    package = tmp_path / "pack"
+def test_a_module_runs_with_m_and_leaves_no_empty_log_directory(tmp_path: Path) -> None:
+    package, temporary = tmp_path / "pack", tmp_path / "temporary"
     package.mkdir()
+    temporary.mkdir()
     write_script(package, "WORD = 'relative import works'", "__init__.py")
     write_script(package, "import sys\nfrom . import WORD\nprint(WORD, __name__, sys.argv[1:])", "__main__.py")
-    command = Command(["run", "-w", "1", "-m", "pack", "--lr", "3"], tmp_path, {})
+    command = Command(["run", "-w", "1", "-m", "pack", "--lr", "3"], tmp_path, {"TMPDIR": str(temporary)})
     done = command.wait()
     command.kill_all()
     assert (done.code, done.stdout) == (0, "relative import works __main__ ['--lr', '3']\n"), done.stderr
+    assert not list(temporary.iterdir())
 
 
 def test_workers_join_the_store_of_the_launcher(launch: Launch) -> None:
@@ -113,15 +116,18 @@ def test_worker_0_gets_the_terminal_itself(launch: Launch) -> None:
 
 
 def test_a_worker_that_ends_early_and_well_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+    """Nor does a failure record that an earlier run left in the same log directory."""
+    (tmp_path / "logs").mkdir()
+    write_record(record_of(ValueError("of an earlier run"), 0), tmp_path / "logs")
     script = """
         import os, sys, time
         from pathlib import Path
         if os.environ["RANK"] == "1":
-            Path("early").touch()
+            Path("early.part").write_text(str(os.getpid()))
+            Path("early.part").rename("early")
             sys.exit()
-        while not Path("early").exists():
+        while not Path("early").exists() or Path("/proc", Path("early").read_text()).exists():
             time.sleep(0.01)
-        time.sleep(2.0)  # longer than a failing job would be given
         print("finished")
     """
     done = launch(script, workers=2).wait()

@@ -108,16 +108,14 @@ class Output:
             lines = reader.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
-    def close(self) -> bool:
-        """Pass on what is left and close all; returns whether any log has content."""
+    def close(self) -> None:
+        """Pass on what is left and close all."""
         for pipe in self.pipes:
             pipe.pump()
             os.close(pipe.fd)
         self.pipes.clear()
-        has_content = any(os.fstat(log.fileno()).st_size for log in self._logs.values())
         for log in self._logs.values():
             log.close()
-        return has_content
 
     def _log_of(self, worker_index: int) -> BinaryIO:
         path = self.log_dir / f"worker-{worker_index}.log"
