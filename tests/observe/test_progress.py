@@ -109,7 +109,7 @@ def test_plain_lines_golden():
     assert text == (
         "Model: 2 sections, captured in 3.21 s.\n"
         "Check: the split step equals the unsplit one (largest difference 1.2e-16).\n"
-        "Plan 1 (2 stages as asked):\n"
+        "Plan 1: 2 stages as asked\n"
         "  2 sections\n"
         "\n"
         "  varuna\n"

@@ -175,8 +175,7 @@ class Narrator:
 
     def _plan_lines(self, event: PlanChosen) -> list[str]:
         plan = event.plan
-        reason = f" ({event.reason})" if event.reason else ""
-        lines = [f"Plan {event.generation}{reason}:"]
+        lines = [f"Plan {event.generation}: {event.reason}".rstrip(": ")]
         if self._sections:
             lines += [f"  {line}".rstrip() for line in self._describe_plan(plan, self._sections).splitlines()]
         return lines
