@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from tests.launch.test_supervise import record
@@ -22,7 +23,7 @@ def test_cause_then_one_line_for_each_affected() -> None:
         WorkerEnd(worker_index=4, code=-11),
         WorkerEnd(worker_index=5, code=9),
         WorkerEnd(worker_index=6, code=-40),
-        WorkerEnd(worker_index=7, code=1, record=record(7, 3.0)),
+        WorkerEnd(worker_index=7, code=1, record=replace(record(7, 3.0), error_text="worse")),
     )
     root = WorkerEnd(worker_index=2, code=1, record=record(2, 1.0))
     assert report(Outcome(exit_code=1, root=root, others=others)) == (
@@ -33,9 +34,19 @@ def test_cause_then_one_line_for_each_affected() -> None:
         "varuna: worker 4 was killed by SIGSEGV (a crash in native code)\n"
         "varuna: worker 5 exited with code 9 and without a Python exception\n"
         "varuna: worker 6 was killed by signal 40\n"
-        "varuna: worker 7 failed (here): ValueError: bad\n"
+        "varuna: worker 7 failed (here): ValueError: worse\n"
         "varuna: logs and failure records: /logs\n"
     )
+
+
+def test_what_all_workers_met_is_told_once() -> None:
+    others = tuple(WorkerEnd(worker_index=index, code=1, record=record(index, 2.0)) for index in (0, 2, 3))
+    root = WorkerEnd(worker_index=1, code=1, record=record(1, 1.0))
+    text = report(Outcome(exit_code=1, root=root, others=others))
+    assert text.splitlines()[1:3] == [
+        "varuna: worker 1 failed (here): ValueError: bad",
+        "varuna: workers 0, 2, 3 failed with the same error",
+    ]
 
 
 def test_last_output_stands_in_for_a_traceback() -> None:

@@ -33,7 +33,12 @@ def failure_report(outcome: Outcome, tail: Callable[[int, int], str], log_dir: P
         lines.append(f"varuna: {outcome.lost}")
     if outcome.root is not None:
         lines = [*_root_lines(outcome.root, tail), *lines]
-        lines += [f"varuna: {describe_end(end)}" for end in outcome.others if end.is_failure or end.stopped_by]
+        alike = [end for end in outcome.others if _same_error(end, outcome.root)]
+        affected = [end for end in outcome.others if (end.is_failure or end.stopped_by) and end not in alike]
+        if alike:
+            names = ", ".join(str(end.worker_index) for end in alike)
+            lines.append(f"varuna: worker{'s' if len(alike) > 1 else ''} {names} failed with the same error")
+        lines += [f"varuna: {describe_end(end)}" for end in affected]
     if not lines:
         return ""
     return "\n".join([*lines, f"varuna: logs and failure records: {log_dir}", ""])
@@ -56,6 +61,14 @@ def describe_end(end: WorkerEnd) -> str:
     if end.code < 0:
         return f"{name} was killed by {_signal_name(-end.code)}"
     return f"{name} exited with code {end.code} and without a Python exception"
+
+
+def _same_error(end: WorkerEnd, root: WorkerEnd) -> bool:
+    """Whether both failed alike, as all workers do when the script itself is wrong."""
+    if end.record is None or root.record is None:
+        return False
+    mine, its = end.record, root.record
+    return (mine.error_type, mine.error_text) == (its.error_type, its.error_text)
 
 
 def _root_lines(root: WorkerEnd, tail: Callable[[int, int], str]) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import selectors
 import signal
@@ -56,14 +55,16 @@ def main() -> None:
     _import_what_workers_need()
     channel.send(Ready(import_s=time.monotonic() - started_s))
     job = Zygote(channel).serve()
-    sys.exit(job() if job is not None else 0)
+    if job is None:
+        os._exit(0)  # nothing here needs the interpreter's orderly end, which takes a while with torch
+    sys.exit(job())
 
 
 def _import_what_workers_need() -> None:
-    for name in ("numpy", "torch", "torch.distributed"):
-        importlib.import_module(name)
+    import numpy  # noqa: F401
+
     with contextlib.suppress(ImportError):  # it fails again in the user's script, whose traceback then says why
-        importlib.import_module("varuna.session")
+        import varuna.session  # noqa: F401
     gc.collect()
     gc.freeze()  # shared pages stay shared: the children's collector does not touch what is older than the fork
     if num_threads() > 1:
