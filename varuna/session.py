@@ -1,15 +1,14 @@
-"""``Varuna``: the job a user writes. The only place that joins partition, plan and run.
+"""``Varuna``: the job a user writes.
 
-What happens when: the constructor checks and stores. The first ``train``, ``evaluate`` or ``full_state_dict`` starts the
-job (``_start``): workers meet, the model is captured and cut, a plan is chosen, each worker keeps the sections of its
-stage and gives up the rest. Then every step is: forward and backward through the pipeline, gradient sums, one commit,
-the same update everywhere (``_step``).
+What happens when: the constructor checks and stores. The first ``train``, ``evaluate`` or ``full_state_dict``
+starts the job (``run/start.py``): workers meet, the model is captured and cut, a plan is chosen, each worker
+keeps the sections of its stage and gives up the rest. Then every step (``_step``) is: forward and backward
+through the pipeline, gradient sums, one commit, the same update everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,53 +16,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.config import LayoutConfig, WorldConfig, cache_dir
 from varuna.errors import ConfigError, PeerLost, RunError
-from varuna.events import (
-    CaptureFinished,
-    CheckFinished,
-    Evaluated,
-    Event,
-    EventBus,
-    PlanChosen,
-    StepFinished,
-    TrainFinished,
-    TrainStarted,
-)
+from varuna.events import Evaluated, Event, EventBus, StepFinished, TrainFinished, TrainStarted
 from varuna.observe import progress_listener
-from varuna.partition import InputSignature, signature_of
-from varuna.partition.check import check_split, why_not_checked
-from varuna.partition.materialise import materialise
 from varuna.partition.sequential import as_module
-from varuna.plan import simple_plan
 from varuna.run.commit import apply_update, decide
-from varuna.run.data import check_dataset, probe_first_batch
+from varuna.run.data import check_dataset
 from varuna.run.failure import explain_peer_loss, publish_failure
 from varuna.run.fetch import CollateFn, MapDataset
 from varuna.run.gather import gather_state
-from varuna.run.generation import Generation, JobSpec, LossWeight, held_buffers, held_names
-from varuna.run.groups import World
-from varuna.run.memory import available_bytes, peak_memory_bytes
+from varuna.run.generation import Generation, JobSpec, LossWeight
+from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
-from varuna.run.parameters import ParameterHolding
-from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions, Partitions
-from varuna.run.precision import AutocastSpec, LossScaler, Precision, convert_model
+from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions
+from varuna.run.precision import AutocastSpec, LossScaler, Precision
 from varuna.run.random import preserved_generators
-from varuna.run.startup import (
-    agree_on_plan,
-    agree_on_signature,
-    compare_partitions,
-    compare_weights,
-    is_on_meta,
-    join_world,
-    leader_first,
-    pick_device,
-    tokens_per_sample,
-    worker_memory_bytes,
-)
+from varuna.run.start import StartRequest, start_job
+from varuna.run.startup import join_world, leader_first, pick_device, tokens_per_sample
 from varuna.spec import Plan, SectionSpec, Step
 
 __all__ = ["Varuna"]
@@ -73,9 +47,9 @@ class Varuna:
     """Trains a model across workers. The same script runs on every worker.
 
     Args:
-        model: a module whose forward returns the loss: a scalar (mean over samples), an output with ``.loss``, or
-            ``varuna.Loss(sum, weight)``. Or a list of modules, or an ``nn.Sequential``, with ``loss_fn``. Built on
-            the CPU, or under ``torch.device("meta")`` and then initialised section by section.
+        model: a module whose forward returns the loss: a scalar (mean over samples), an output with ``.loss``,
+            or ``varuna.Loss(sum, weight)``. Or a list of modules, or an ``nn.Sequential``, with ``loss_fn``.
+            Built on the CPU, or under ``torch.device("meta")`` and then initialised section by section.
         optimizer: any torch optimizer with state per parameter, over ``model.parameters()``.
         dataset: anything with ``__len__`` and ``__getitem__``.
         batch_size: samples in a global batch, whatever the number of workers.
@@ -83,13 +57,14 @@ class Varuna:
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         clip_grad_norm: largest norm of the whole model's gradient.
         seed: of the order of samples and of all random numbers in forward.
-        loss_fn: ``loss_fn(output, *rest_of_batch)`` if forward does not return the loss; the model then gets the
-            batch's first element.
+        loss_fn: ``loss_fn(output, *rest_of_batch)`` if forward does not return the loss; the model then gets
+            the leading part of the batch that its forward asks for.
         loss_weight: a collated batch to the weight of its mean loss, e.g. its number of valid tokens.
         cut_points: names of modules after which the model may be cut.
         opaque: names of modules that are not to be looked into.
         collate_fn: samples to a batch; torch's default otherwise.
-        num_data_workers: processes that load data; 0 loads in line; None: a thread, or a process for random data.
+        num_data_workers: processes that load data; 0 loads in line; None: a thread, or a process for random
+            data.
         init_weights: ``init_weights(module)`` for models built on the meta device.
         layout: stages, micro-batch size, schedule, recompute; None reads what ``varuna run`` was given.
         check: compare one split step with one unsplit step at start.
@@ -124,43 +99,49 @@ class Varuna:
         progress: bool | Callable[[Event], None] = True,
     ) -> None:
         self._config = WorldConfig.from_env(os.environ)
-        self._layout = layout or LayoutConfig.from_env(os.environ)
-        self._check = check and self._layout.check
+        self._device = pick_device(self._config, device)
+        layout = layout or LayoutConfig.from_env(os.environ)
+        number_format = Precision.parse(precision)
+        autocast = AutocastSpec.of(number_format, self._device)
         self._model = as_module(model)
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._clip_grad_norm = _checked_clip(clip_grad_norm)
-        self._init_weights = init_weights
-        self._device = pick_device(self._config, device)
-        self._precision = Precision.parse(precision)
-        self._dataset_length = check_dataset(dataset, _checked_batch_size(batch_size))
+        check_dataset(dataset, _checked_batch_size(batch_size))
         check_optimizer(optimizer, self._model)
-        autocast = AutocastSpec.of(self._precision, self._device)
-        self._job = JobSpec(
-            dataset=dataset,
-            collate_fn=collate_fn,
-            num_data_workers=num_data_workers,
-            batch_size=batch_size,
-            seed=seed,
-            autocast=autocast,
-            loss_weight=loss_weight,
-            token=self._config.token.encode() or self._config.run_id.encode(),
+        self._request = StartRequest(
+            model=self._model,
+            optimizer=optimizer,
+            config=self._config,
+            layout=layout,
+            precision=number_format,
+            check=check and layout.check,
+            init_weights=init_weights,
+            job=JobSpec(
+                dataset=dataset,
+                collate_fn=collate_fn,
+                num_data_workers=num_data_workers,
+                batch_size=batch_size,
+                seed=seed,
+                autocast=autocast,
+                loss_weight=loss_weight,
+                token=self._config.token.encode() or self._config.run_id.encode(),
+            ),
+            options=PartitionOptions(
+                autocast=autocast,
+                cut_points=cut_points,
+                opaque=opaque,
+                loss_fn=loss_fn,
+                cache_dir=cache_dir(os.environ) / "captures",
+            ),
         )
-        self._options = PartitionOptions(
-            autocast=autocast,
-            cut_points=cut_points,
-            opaque=opaque,
-            loss_fn=loss_fn,
-            cache_dir=cache_dir(os.environ) / "captures",
-        )
-        self._scaler = LossScaler.initial(self._precision, batch_size)
+        self._scaler = LossScaler.initial(number_format, batch_size)
         self._bus = EventBus()
         if self.rank == 0 and progress:
             self._bus.subscribe(progress_listener() if progress is True else progress)
         self._step_index = 0
-        self._partitions: Partitions | None = None
         self._generation: Generation | None = None
-        self._example: Any = None
+        self._store: Store | None = None
         self._broken = ""
 
     # --- what a user asks -------------------------------------------------------------------
@@ -183,9 +164,7 @@ class Varuna:
     @property
     def sections(self) -> tuple[SectionSpec, ...]:
         """The model's sections; starts the job if it has not started."""
-        self._started()
-        assert self._partitions is not None
-        return self._partitions.reference.specs
+        return self._started().partitions.reference.specs
 
     def train(self, num_steps: int) -> Iterator[Step]:
         """Run ``num_steps`` more steps, yielding each when its update is done. Call it on every worker.
@@ -211,8 +190,7 @@ class Varuna:
         micro_batch_size = _checked_batch_size(batch_size or generation.plan.micro_batch_size)
         started_s = time.monotonic()
         with self._guarded():
-            partitions = self._partitions
-            assert partitions is not None
+            partitions = generation.partitions
             leader_first(
                 generation.world, "evaluate", lambda: partitions.get(None, EXAMPLE_NUM_SAMPLES, training=False)
             )
@@ -229,9 +207,8 @@ class Varuna:
         Call it on every worker. The names are the plain model's, whatever the layout.
         """
         generation = self._started()
-        assert self._partitions is not None
         with self._guarded():
-            return gather_state(self._model, generation, self._partitions, self.rank)
+            return gather_state(self._model, generation)
 
     def close(self) -> None:
         """Part from the other workers in order. Happens by itself when the process ends."""
@@ -258,96 +235,7 @@ class Varuna:
         world = join_world(self._config, self._device)
         self._store = world.store
         with self._guarded(), preserved_generators(self._device):
-            convert_model(self._model, self._precision)
-            partitions = self._capture(world)
-            plan = self._choose_plan(world, partitions)
-            self._verify(world, partitions)
-            holding = ParameterHolding(self._model, self._optimizer)
-            self._place_parameters(holding, partitions, plan)
-            generation = Generation(
-                index=0, world=world, plan=plan, job=self._job, partitions=partitions, parameters=holding.held
-            )
-            generation.open(self._step_index)
-            self._partitions = partitions
-            return generation
-
-    def _capture(self, world: World) -> Partitions:
-        started_s = time.monotonic()
-
-        def read() -> InputSignature:
-            probe = probe_first_batch(
-                self._job.dataset,
-                self._job.collate_fn,
-                seed=self._job.seed,
-                batch_size=self._job.batch_size,
-                num_samples=min(EXAMPLE_NUM_SAMPLES, self._job.batch_size),
-            )
-            self._example = probe.batch
-            return signature_of(probe.batch, probe.num_samples)
-
-        signature = agree_on_signature(world, read)
-        partitions = Partitions(self._model, signature, self._options, self._device)
-        leader_first(world, "train", lambda: partitions.reference)
-        compare_partitions(world, partitions.reference)
-        self._bus.publish(
-            CaptureFinished(
-                sections=partitions.reference.specs,
-                duration_s=time.monotonic() - started_s,
-                from_cache=partitions.reference.from_cache,
-            )
-        )
-        return partitions
-
-    def _choose_plan(self, world: World, partitions: Partitions) -> Plan:
-        layout = self._layout
-        choose = functools.partial(
-            simple_plan,
-            sections=partitions.reference.specs,
-            num_workers=self._config.world_size,
-            batch_size=self._job.batch_size,
-            num_stages=layout.num_stages,
-            micro_batch_size=layout.micro_batch_size,
-            schedule=layout.schedule,
-            recompute=layout.recompute,
-            memory_bytes=worker_memory_bytes(self._config, self._device),
-        )
-        choice = agree_on_plan(world, choose)
-        self._bus.publish(PlanChosen(generation=0, plan=choice.plan, reason=choice.reason))
-        return choice.plan
-
-    def _verify(self, world: World, partitions: Partitions) -> None:
-        """Before any parameter is given up: equal weights everywhere, and a split step that equals the plain one."""
-        if not is_on_meta(self._model):
-            compare_weights(world, partitions.reference)
-        if not self._check or world.rank != 0:
-            return
-        reference = partitions.reference
-        reason = why_not_checked(self._model, reference, self._device, available_bytes(self._device))
-        difference = 0.0
-        if not reason:
-            self._model.to(self._device)
-            difference = check_split(
-                self._model,
-                reference,
-                self._example,
-                autocast=self._job.autocast,
-                loss_fn=self._options.loss_fn,
-            )
-        self._bus.publish(CheckFinished(max_difference=difference, skipped_reason=reason))
-
-    def _place_parameters(self, holding: ParameterHolding, partitions: Partitions, plan: Plan) -> None:
-        """Keep what this worker's stage needs, where it computes; give up the rest."""
-        names = held_names(plan, partitions, self.rank)
-        holding.keep_only(names)
-        missing = [name for name in names if name not in holding.held]
-        materialise(
-            self._model,
-            [*names, *held_buffers(plan, partitions, self.rank)],
-            seed=self._job.seed,
-            device=self._device,
-            init_weights=self._init_weights,
-        )
-        holding.adopt(missing)
+            return start_job(self._request, world, self._bus.publish)
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -406,8 +294,10 @@ class Varuna:
             yield
         except PeerLost as error:
             self._give_up(error)
+            assert self._store is not None
             raise explain_peer_loss(self._store, 0, error) from error
         except BaseException as error:
+            assert self._store is not None
             publish_failure(self._store, 0, self.rank, error)
             self._give_up(error)
             raise

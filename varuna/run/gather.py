@@ -15,14 +15,13 @@ from varuna.run.startup import to_cpu
 from varuna.spec import Plan
 
 
-def gather_state(
-    model: nn.Module, generation: Generation, partitions: Partitions, rank: int
-) -> dict[str, Tensor]:
+def gather_state(model: nn.Module, generation: Generation) -> dict[str, Tensor]:
     """``model.state_dict()`` with every value, on the CPU, on worker 0; an empty dict on other workers.
 
     Every worker calls it. Names are the user's own; tied names have equal values.
     """
-    holders = tensor_holders(generation.plan, partitions)
+    rank = generation.world.rank
+    holders = tensor_holders(generation.plan, generation.partitions)
     canonical = canonical_names(model)
     local = model.state_dict()
     wanted = {name: canonical.get(name, name) for name, value in local.items() if isinstance(value, Tensor)}

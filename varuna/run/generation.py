@@ -1,7 +1,7 @@
 """Everything that belongs to one membership and one plan: groups, channels, stage, reducer, loader.
 
-A generation is opened, runs steps and evaluations, and is closed, all in the same process; the next one starts from a
-new plan. What outlives it (model, optimizer, loss scale, step number) is handed in.
+A generation is opened, runs steps and evaluations, and is closed, all in the same process; the next one starts
+from a new plan. What outlives it (model, optimizer, loss scale, step number) is handed in.
 """
 
 from __future__ import annotations
@@ -117,7 +117,15 @@ class Generation:
         pipeline = self.plan.pipelines[position.pipeline_index]
         self._channels = self._open_channels(position, pipeline)
         buffers = self._buffer_sync(position, pipeline, buffer_ranks)
-        self._worker = _StageWorker(self, position, pipeline, reducer, buffers, self._channels, first_step)
+        self._worker = _StageWorker(
+            self,
+            position=position,
+            pipeline=pipeline,
+            reducer=reducer,
+            buffers=buffers,
+            channels=self._channels,
+            first_step=first_step,
+        )
         self._worker.start_loading()
 
     def run_step(self, step_index: int, loss_scale: float) -> Committed:
@@ -202,6 +210,7 @@ class _StageWorker:
     def __init__(
         self,
         generation: Generation,
+        *,
         position: StagePosition,
         pipeline: PipelineSpec,
         reducer: GradientReducer,

@@ -1,7 +1,7 @@
 """A worker's own sections as the engine sees them: forward, recompute, backward of one micro-batch.
 
-The engine (``engine.py``) decides when; this module does the arithmetic. Tensors that arrive from the neighbour are
-leaves of a private autograd graph per micro-batch; ``backward`` returns their gradients.
+The engine (``engine.py``) decides when; this module does the arithmetic. Tensors that arrive from the neighbour
+are leaves of a private autograd graph per micro-batch; ``backward`` returns their gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from varuna.run.random import seed_section
 class StageInputs:
     """User inputs of one micro-batch on this worker's device.
 
-    ``tensors`` holds flat inputs by key, each of shape ``[num_samples, ...]``; it is empty on a stage that needs
-    none. ``weight`` overrides the loss weight if the user gave ``loss_weight``.
+    ``tensors`` holds flat inputs by key, each of shape ``[num_samples, ...]``; it is empty on a stage that
+    needs none. ``weight`` overrides the loss weight if the user gave ``loss_weight``.
     """
 
     signature: InputSignature | None
@@ -207,8 +207,8 @@ class ModelStage:
         arrived = InputSignature.from_json(received.signature) if received.signature else None
         if inputs.tensors and arrived != inputs.signature:
             raise DataError(
-                f"This stage read inputs of shape {inputs.signature}, the stage before it read {arrived} for the "
-                "same micro-batch. The dataset must return the same sample for the same index on every worker; "
+                f"This stage read inputs like {inputs.signature}, the stage before it {arrived}, for the same "
+                "micro-batch. The dataset must return the same sample for the same index on every worker; "
                 "draw random augmentations from torch, numpy or random generators only."
             )
         return arrived
@@ -225,8 +225,8 @@ class ModelStage:
             assert value is not None, "activations are never None"
             if value.dtype != spec.dtype:
                 raise ProtocolError(f"{spec.name} arrived as {value.dtype}, the cut carries {spec.dtype}.")
-            value = value.to(self._device, non_blocking=True)
-            received.append(value.requires_grad_(spec.differentiable and self._training))
+            leaf = value.to(self._device, non_blocking=True)
+            received.append(leaf.requires_grad_(spec.differentiable and self._training))
         return tuple(received)
 
     def _run_sections(

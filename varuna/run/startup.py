@@ -44,8 +44,8 @@ def pick_device(config: WorldConfig, device: torch.device | str | None) -> torch
         return torch.device("cpu")
     if config.local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"Local rank {config.local_rank} has no GPU: this machine has {torch.cuda.device_count()}. Start at most "
-            f"{torch.cuda.device_count()} workers here, or give Varuna(..., device=...)."
+            f"Local rank {config.local_rank} has no GPU: this machine has {torch.cuda.device_count()}. Start "
+            f"at most {torch.cuda.device_count()} workers here, or give Varuna(..., device=...)."
         )
     return torch.device("cuda", config.local_rank)
 
@@ -124,7 +124,7 @@ def agree_on_plan(world: World, choose: Callable[[], PlanChoice]) -> PlanChoice:
 
 
 def leader_first(world: World, name: str, work: Callable[[], _T]) -> _T:
-    """Do ``work`` on the first worker of each machine, then on its other workers, which find it in the cache."""
+    """Do ``work`` on the first worker of each machine, then on its others, which find it in the cache."""
     if world.size == 1:
         return work()
     store = PrefixStore("leader", world.store)
@@ -167,8 +167,8 @@ def _compare(world: World, key: str, mine: Mapping[str, str], what: str) -> None
     names = [name for name in mine if mine[name] != theirs.get(name)]
     raise WeightsDiffer(
         f"{what}: worker {world.rank} differs from worker 0 in {', '.join(names[:4])}"
-        f"{f' and {len(names) - 4} more' if len(names) > 4 else ''}. Seed the generators before you build the model "
-        f'(torch.manual_seed(...)), or build it under torch.device("meta") and let Varuna initialise it.'
+        f"{f' and {len(names) - 4} more' if len(names) > 4 else ''}. Seed the generators before you build the "
+        f'model (torch.manual_seed(...)), or build it under torch.device("meta") and let Varuna initialise it.'
     )
 
 

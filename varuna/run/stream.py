@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from varuna.run.mailbox import Arrival
-from varuna.run.tensor_bytes import TensorInfo, allocate, copies_done, on_host, payload_views
+from varuna.run.receive_memory import ReceiveMemory
+from varuna.run.tensor_bytes import TensorInfo, copies_done, on_host, payload_views
 from varuna.run.wire import (
     PREFIX_BYTES,
     Decoder,
@@ -115,7 +116,7 @@ class FrameReader:
 
     def __init__(self, stream: socket.socket, *, pin_memory: bool = False) -> None:
         self._stream = stream
-        self._pin_memory = pin_memory
+        self._memory = ReceiveMemory(pin_memory=pin_memory)
         self._decoder = Decoder()
         self._buffer = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._start = 0
@@ -143,7 +144,7 @@ class FrameReader:
     def _prepare(
         self, infos: tuple[TensorInfo | None, ...]
     ) -> tuple[tuple[Tensor | None, ...], list[memoryview]]:
-        values = allocate(infos, pin_memory=self._pin_memory)
+        values = self._memory.allocate(infos)
         return values, payload_views(values)
 
     def _read_bytes(self, num_bytes: int) -> bytes:

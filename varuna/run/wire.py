@@ -177,9 +177,9 @@ def _encode_layout(header: MessageHeader, message: Message) -> tuple[bytes, int]
     data, payload_bytes = _encode_msgpack(layout), layout.payload_bytes
     if len(data) > MAX_LAYOUT_BYTES or payload_bytes > MAX_PAYLOAD_BYTES or len(layout.tensors) > MAX_TENSORS:
         raise ProtocolError(
-            f"A message of {len(layout.tensors)} tensors, {payload_bytes} bytes and a layout of {len(data)} is over "
-            f"the limits of {MAX_TENSORS}, {MAX_PAYLOAD_BYTES} and {MAX_LAYOUT_BYTES}. Use smaller micro-batches "
-            f"or another cut point."
+            f"A message of {len(layout.tensors)} tensors, {payload_bytes} bytes and a layout of {len(data)} is "
+            f"over the limits of {MAX_TENSORS}, {MAX_PAYLOAD_BYTES} and {MAX_LAYOUT_BYTES}. Use smaller "
+            f"micro-batches or another cut point."
         )
     return data, payload_bytes
 

@@ -1,0 +1,178 @@
+"""From what the user gave to the first generation at work: capture, plan, verify, place, open.
+
+Every worker runs this; where one must decide for all (shapes, plan) it is worker 0, and the others take it from
+the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from varuna.config import LayoutConfig, WorldConfig
+from varuna.events import CaptureFinished, CheckFinished, Event, PlanChosen
+from varuna.partition import InputSignature, Partition, signature_of
+from varuna.partition.check import check_split, why_not_checked
+from varuna.partition.materialise import materialise
+from varuna.plan import PlanChoice, simple_plan
+from varuna.run.data import probe_first_batch
+from varuna.run.generation import Generation, JobSpec, held_buffers, held_names
+from varuna.run.groups import World
+from varuna.run.memory import available_bytes
+from varuna.run.parameters import ParameterHolding
+from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions, Partitions
+from varuna.run.precision import Precision, convert_model
+from varuna.run.startup import (
+    agree_on_plan,
+    agree_on_signature,
+    compare_partitions,
+    compare_weights,
+    is_on_meta,
+    leader_first,
+    worker_memory_bytes,
+)
+from varuna.spec import Plan
+
+Publish = Callable[[Event], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRequest:
+    """What a job is started from.
+
+    Attributes:
+        model, optimizer: the user's.
+        config: this worker among all.
+        layout: what the user fixed of the plan.
+        precision: number format.
+        check: whether to compare a split step with an unsplit one.
+        init_weights: the user's function for models on the meta device.
+        job: data and arithmetic.
+        options: how the model is captured and cut.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    config: WorldConfig
+    layout: LayoutConfig
+    precision: Precision
+    check: bool
+    init_weights: Callable[[nn.Module], None] | None
+    job: JobSpec
+    options: PartitionOptions
+
+
+def start_job(request: StartRequest, world: World, publish: Publish) -> Generation:
+    """The first generation, open. Call it on every worker.
+
+    Raises:
+        UserError: the model, the data or the layout cannot work.
+        CheckFailed, WeightsDiffer: see ``varuna.errors``.
+        PeerLost: another worker gave up.
+    """
+    convert_model(request.model, request.precision)
+    shapes = _Shapes()
+    signature = agree_on_signature(world, lambda: shapes.read(request))
+    partitions = _capture(request, world, signature, publish)
+    plan = _choose_plan(request, world, partitions, publish)
+    _verify(request, world, partitions.reference, shapes.example, publish)
+    holding = ParameterHolding(request.model, request.optimizer)
+    _place(request, world, holding, partitions, plan)
+    generation = Generation(
+        index=0, world=world, plan=plan, job=request.job, partitions=partitions, parameters=holding.held
+    )
+    generation.open(first_step=0)
+    return generation
+
+
+class _Shapes:
+    """Reads the first samples, on worker 0 only, and keeps them for the check."""
+
+    def __init__(self) -> None:
+        self.example: Any = None
+
+    def read(self, request: StartRequest) -> InputSignature:
+        job = request.job
+        probe = probe_first_batch(
+            job.dataset,
+            job.collate_fn,
+            seed=job.seed,
+            batch_size=job.batch_size,
+            num_samples=min(EXAMPLE_NUM_SAMPLES, job.batch_size),
+        )
+        self.example = probe.batch
+        return signature_of(probe.batch, probe.num_samples)
+
+
+def _capture(request: StartRequest, world: World, signature: InputSignature, publish: Publish) -> Partitions:
+    started_s = time.monotonic()
+    partitions = Partitions(request.model, signature, request.options, world.device)
+    reference = leader_first(world, "train", lambda: partitions.reference)
+    compare_partitions(world, reference)
+    publish(
+        CaptureFinished(
+            sections=reference.specs,
+            duration_s=time.monotonic() - started_s,
+            from_cache=reference.from_cache,
+        )
+    )
+    return partitions
+
+
+def _choose_plan(request: StartRequest, world: World, partitions: Partitions, publish: Publish) -> Plan:
+    layout = request.layout
+
+    def choose() -> PlanChoice:
+        return simple_plan(
+            sections=partitions.reference.specs,
+            num_workers=world.size,
+            batch_size=request.job.batch_size,
+            num_stages=layout.num_stages,
+            micro_batch_size=layout.micro_batch_size,
+            schedule=layout.schedule,
+            recompute=layout.recompute,
+            memory_bytes=worker_memory_bytes(request.config, world.device),
+        )
+
+    choice = agree_on_plan(world, choose)
+    publish(PlanChosen(generation=0, plan=choice.plan, reason=choice.reason))
+    return choice.plan
+
+
+def _verify(request: StartRequest, world: World, reference: Partition, example: Any, publish: Publish) -> None:
+    """Before any parameter is given up: equal weights everywhere, a split step equal to the plain one."""
+    model = request.model
+    if not is_on_meta(model):
+        compare_weights(world, reference)
+    if not request.check or world.rank != 0:
+        return
+    reason = why_not_checked(model, reference, world.device, available_bytes(world.device))
+    difference = 0.0
+    if not reason:
+        model.to(world.device)
+        difference = check_split(
+            model, reference, example, autocast=request.job.autocast, loss_fn=request.options.loss_fn
+        )
+    publish(CheckFinished(max_difference=difference, skipped_reason=reason))
+
+
+def _place(
+    request: StartRequest, world: World, holding: ParameterHolding, partitions: Partitions, plan: Plan
+) -> None:
+    """Keep what this worker's stage needs, where it computes; give up the rest."""
+    names: Sequence[str] = held_names(plan, partitions, world.rank)
+    holding.keep_only(names)
+    missing = [name for name in names if name not in holding.held]
+    materialise(
+        request.model,
+        [*names, *held_buffers(plan, partitions, world.rank)],
+        seed=request.job.seed,
+        device=world.device,
+        init_weights=request.init_weights,
+    )
+    holding.adopt(missing)
