@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.run.pipes import header, nothing_leaks  # noqa: F401
 from varuna.errors import ProtocolError
+from varuna.run.receive_memory import RECYCLED_BYTES, ReceiveMemory
 from varuna.run.stream import FrameReader, Goodbye, goodbye_frame, message_frame, send_frame
 from varuna.run.tensor_bytes import DTYPES, TensorInfo
 from varuna.run.wire import (
@@ -165,6 +166,39 @@ def test_received_tensors_do_not_share_memory(streams: tuple[socket.socket, sock
     assert second is not None
     first.zero_()
     assert second.sum() == 4
+
+
+def test_large_messages_reuse_memory_that_nobody_uses_any_more(
+    streams: tuple[socket.socket, socket.socket],
+) -> None:
+    """A region is given again only when the last view of it is gone, and only for the same size."""
+    info = TensorInfo("float32", (RECYCLED_BYTES // 4 + 1,))
+    memory = ReceiveMemory()
+
+    def allocate(info: TensorInfo) -> torch.Tensor:
+        (tensor,) = memory.allocate((info,))
+        assert tensor is not None
+        return tensor
+
+    first = allocate(info)
+    address, kept = first.data_ptr(), first[10:20]
+    assert first.shape == info.shape
+    del first
+    second = allocate(info)
+    assert second.data_ptr() != address
+    second.fill_(1)
+    kept.fill_(2)
+    assert bool((second == 1).all())
+    del kept
+    third = allocate(info)
+    assert third.data_ptr() == address
+    del second, third
+    assert allocate(TensorInfo("float32", (RECYCLED_BYTES,))).nbytes == 4 * RECYCLED_BYTES
+
+    messages = [Message(values=(torch.full(info.shape, float(k)), None, torch.tensor(k))) for k in range(6)]
+    received = exchange(streams, messages)
+    for got, sent in zip(received, messages, strict=True):
+        assert_same_bits(got.values, sent.values)
 
 
 @pytest.mark.parametrize(

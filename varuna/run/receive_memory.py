@@ -1,6 +1,6 @@
 """Memory to receive messages into, recycled where that pays.
 
-Fresh memory costs a page fault for every 4 KB at its first touch, which for large messages takes as long as the
+Fresh memory costs a page fault for every 4 KB at its first touch: for large messages that takes as long as the
 transfer on a fast network. So large tensors of one channel lie in mapped regions of their own, backed by huge pages
 where the kernel has them, and a region goes back to its channel when the last tensor on it dies.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from varuna.run.tensor_bytes import DTYPES, TensorInfo, allocate
 
 RECYCLED_BYTES = 2 << 20
-"""Tensors from this size on are recycled; smaller ones come from torch's own allocator, which does it for them."""
+"""Tensors from this size on are recycled here; smaller ones come from torch, whose allocator recycles them."""
 
 MAX_FREE_REGIONS = 2
 """Regions that a channel keeps while no tensor uses them."""
