@@ -210,8 +210,12 @@ def through_terminal(act, monkeypatch, width=100):
     try:
         with os.fdopen(writer, "w", encoding="utf-8") as stream:
             act(stream)
-            os.set_blocking(reader, False)
-            return os.read(reader, 1 << 20).decode()
+            stream.write("THE END")
+            stream.flush()
+            text = b""
+            while not text.endswith(b"THE END"):
+                text += os.read(reader, 1 << 16)
+        return text.decode()
     finally:
         os.close(reader)
 
