@@ -1,8 +1,8 @@
 """Memory to receive messages into, recycled where that pays.
 
-Fresh memory costs a page fault for every 4 KB at its first touch: for large messages that takes as long as the
-transfer on a fast network. So large tensors of one channel lie in mapped regions of their own, backed by huge pages
-where the kernel has them, and a region goes back to its channel when the last tensor on it dies.
+Fresh memory costs a page fault for every 4 KB at its first touch: for large messages that takes as long as
+the transfer on a fast network. So large tensors of one channel lie in mapped regions of their own, backed by
+huge pages where the kernel has them, and a region goes back to its channel when the last tensor on it dies.
 """
 
 from __future__ import annotations
