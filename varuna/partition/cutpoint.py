@@ -55,6 +55,7 @@ class CutPoint(nn.Module):
                 f"`h = self.cut(h)`; everything else that is alive there crosses the cut by itself."
             )
         if torch.compiler.is_exporting():
-            marked: Tensor = cut_point_op(x, id(self))
+            # The exporter hands out stand-ins for submodules; they share the module's own attribute dict.
+            marked: Tensor = cut_point_op(x, id(vars(self)))
             return marked
         return x

@@ -92,7 +92,7 @@ def read_output(output: object) -> tuple[OutputSpec, tuple[Tensor, ...]]:
 def describe(value: object, depth: int = 2) -> str:
     """Types and shapes of an output, for messages."""
     if isinstance(value, Tensor):
-        return f"Tensor{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        return f"Tensor{shape_text(value)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping) and depth:
         inside = ", ".join(f"{name}: {describe(item, depth - 1)}" for name, item in value.items())
         return f"{type(value).__name__}({inside})"
@@ -101,12 +101,21 @@ def describe(value: object, depth: int = 2) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def shape_text(value: Tensor) -> str:
+    """The shape as Python prints it; a size that follows the number of samples is ``batch``."""
+    sizes = ["batch" if isinstance(size, torch.SymInt) else str(int(size)) for size in value.shape]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
 def _read_loss(output: Loss) -> tuple[OutputSpec, tuple[Tensor, ...]]:
     if not isinstance(output.sum, Tensor):
         raise LossError(f"varuna.Loss.sum must be a tensor, got {describe(output.sum)}.")
     loss = _one_element(output.sum, "sum")
     if isinstance(output.weight, Tensor):
         return OutputSpec(form="sum"), (loss, _one_element(output.weight, "weight"))
+    if isinstance(output.weight, (torch.SymInt, torch.SymFloat)):  # a size, while the model is captured
+        weight = torch.full((), output.weight, dtype=torch.float64, device=loss.device)
+        return OutputSpec(form="sum"), (loss, weight)
     if isinstance(output.weight, (int, float)):
         return OutputSpec(form="sum", weight=float(output.weight)), (loss,)
     raise LossError(f"varuna.Loss.weight must be a number or a tensor, got {describe(output.weight)}.")
@@ -122,7 +131,7 @@ def _find_loss(output: Any) -> Tensor | None:
 def _one_element(value: Tensor, what: str) -> Tensor:
     if value.numel() != 1:
         raise LossError(
-            f"The {what} that the model's forward returned has shape {tuple(value.shape)}; it must have one "
+            f"The {what} that the model's forward returned has shape {shape_text(value)}; it must have one "
             f"element. "
             f"Reduce it in forward, e.g. with .mean(), or return varuna.Loss(sum=..., weight=...)."
         )
