@@ -61,13 +61,15 @@ def options(*, generation: int = 7, token: bytes = TOKEN, timeout_s: float = 20.
 
 @contextmanager
 def pipeline(
-    num_stages: int, *, store: Store | None = None, max_unread: int = 32
+    num_stages: int, *, store: Store | None = None, max_unread: int = 32, pin_memory: bool = False
 ) -> Iterator[Sequence[StageChannels]]:
     """Channels of all stages of a pipeline; closed (aborted) at the end."""
     shared = HashStore() if store is None else store
 
     def open_one(rank: int) -> StageChannels:
-        return open_channels(shared, address_of(rank, num_stages), options(), max_unread=max_unread)
+        return open_channels(
+            shared, address_of(rank, num_stages), options(), max_unread=max_unread, pin_memory=pin_memory
+        )
 
     with ThreadPoolExecutor(num_stages) as pool:
         channels = list(pool.map(open_one, range(num_stages)))
