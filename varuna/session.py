@@ -30,7 +30,8 @@ from varuna.run.data import check_dataset
 from varuna.run.failure import explain_peer_loss, publish_failure
 from varuna.run.fetch import CollateFn, MapDataset
 from varuna.run.gather import gather_state
-from varuna.run.generation import Generation, JobSpec, LossWeight
+from varuna.run.generation import Generation
+from varuna.run.job import JobSpec, LossWeight
 from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions

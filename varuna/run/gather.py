@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from varuna.partition import canonical_names
-from varuna.run.generation import Generation, parameter_holders
+from varuna.run.generation import Generation
 from varuna.run.groups import Groups
+from varuna.run.holders import parameter_holders
 from varuna.run.partitions import Partitions
 from varuna.run.startup import to_cpu
 from varuna.spec import Plan

@@ -21,8 +21,10 @@ from varuna.partition.check import check_split, why_not_checked
 from varuna.partition.materialise import materialise
 from varuna.plan import PlanChoice, simple_plan
 from varuna.run.data import probe_first_batch
-from varuna.run.generation import Generation, JobSpec, held_buffers, held_names
+from varuna.run.generation import Generation
 from varuna.run.groups import World
+from varuna.run.holders import held_buffers, held_names
+from varuna.run.job import JobSpec
 from varuna.run.memory import available_bytes
 from varuna.run.parameters import ParameterHolding
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions, Partitions

@@ -1,0 +1,38 @@
+"""What the user asked for that every generation needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from varuna.run.fetch import CollateFn, MapDataset
+from varuna.run.precision import AutocastSpec
+
+LossWeight = Callable[[Any], float | torch.Tensor]
+"""The user's ``loss_weight``: a collated batch to the weight of its loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What the user asked for that every generation needs.
+
+    Attributes:
+        dataset, collate_fn, num_data_workers: how samples become batches.
+        batch_size: samples in a global batch.
+        seed: of data order and random numbers.
+        autocast: precision of forward.
+        loss_weight: weight of a batch's loss; None leaves it to what forward returns.
+        token: secret of the job, for connections between workers.
+    """
+
+    dataset: MapDataset
+    collate_fn: CollateFn | None
+    num_data_workers: int | None
+    batch_size: int
+    seed: int
+    autocast: AutocastSpec
+    loss_weight: LossWeight | None
+    token: bytes
