@@ -1,4 +1,4 @@
-"""One worker's part in a pipeline: data in, engine run, gradients and buffers reduced, numbers for the commit."""
+"""One worker in a pipeline: data in, engine run, gradients and buffers reduced, numbers for the commit."""
 
 from __future__ import annotations
 
