@@ -44,9 +44,16 @@ class Shared(Marked):
 
 class Inside(Marked):
     def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.cuts[0](self.layers[0](x)) + 1
+        return self.layers[1](x.float()).mean()
+
+
+class Frozen(Marked):
+    def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.cuts[0](self.layers[0](x)) + 1
-        return self.layers[1](x).mean()
+        return self.layers[1](self.cuts[1](x)).mean()
 
 
 def _capture(model: nn.Module) -> CapturedGraph:
@@ -92,5 +99,12 @@ def test_two_uses_of_one_instance(kind: type[nn.Module]) -> None:
 
 
 def test_mark_inside_a_block_that_cannot_be_divided() -> None:
-    with pytest.raises(CutPointError, match=r"cuts\.0 at .*no_grad"):
+    with pytest.raises(CutPointError, match=r"cuts\.0 at .*autocast"):
         _capture(Inside())
+
+
+def test_mark_inside_no_grad() -> None:
+    model = Frozen()
+    graph = _capture(model)
+    assert sum(is_cut_point(node) for node in graph.graph.nodes) == 2
+    assert_same_gradients(model, graph, torch.randn(4, 4))

@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram
 from varuna.errors import CaptureError, LossError, VarunaError
 from varuna.partition.convert import Names, convert
 from varuna.partition.fakes import fake_inputs, fake_tensors, training_mode
+from varuna.partition.gradmode import RecordGradMode
 from varuna.partition.graph import Autocast, CapturedGraph
 from varuna.partition.leaf import LeafTracer, ProbeError
 from varuna.partition.loss import OutputSpec, read_output
@@ -132,7 +133,8 @@ class _Whole(nn.Module):
         self._tracer.batch = 1 if batched is None else batched.shape[0]
         args, kwargs = call_arguments(self._attempt.signature.tree, by_key)
         try:
-            output = self.model(*args, **kwargs)
+            with RecordGradMode():
+                output = self.model(*args, **kwargs)
         except DATA_DEPENDENT as error:
             raise _StoppedError from error  # the exporter prints the whole graph for a RuntimeError
         output_spec, outputs = read_output(output)

@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from varuna.errors import CaptureError
+from varuna.partition.gradmode import Detacher, is_grad_mode
 from varuna.partition.leaf import LeafCall, Slot
 from varuna.partition.nodes import (
     ROOT,
@@ -92,6 +93,7 @@ class _Converter:
     _num_inputs: int = 0
 
     def __post_init__(self) -> None:
+        self._grad = Detacher(self.graph)
         self._inputs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
 
     def take(self, node: fx.Node) -> None:
@@ -101,7 +103,9 @@ class _Converter:
         elif node.op == "get_attr":
             self._made[node] = self._nested(node)
         elif node.op == "output":
-            self.graph.output(self._map(node.args[0]))
+            self.graph.output(self._map(node.args[0])).meta = {"module_path": ""}
+        elif is_grad_mode(node):
+            self._grad.enabled = bool(node.args[0])
         elif node.target is torch.ops.varuna.leaf.default:
             self._made[node] = self._leaf(node)
         elif self._is_leaf_output(node):
@@ -114,13 +118,13 @@ class _Converter:
         return isinstance(source, fx.Node) and isinstance(self._made[source], list)
 
     def _map(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, lambda node: self._made[node])
+        return fx.map_arg(arguments, lambda node: self._grad.read(self._made[node]))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         args, kwargs = self._map(node.args), self._map(node.kwargs)
         made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         self._describe(made, node)
-        return made
+        return self._grad.result(made)
 
     def _describe(self, made: fx.Node, node: fx.Node) -> None:
         made.meta = self.sizes.metadata(node)
@@ -136,7 +140,9 @@ class _Converter:
             return made
         name = (spec.target or "").removeprefix(ROOT + ".")
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            return self._attribute(self.names.canonical.get(name, name), node)
+            made = self._attribute(self.names.canonical.get(name, name), node)
+            made.meta["is_parameter"] = spec.kind is InputKind.PARAMETER
+            return made
         if spec.kind is InputKind.CONSTANT_TENSOR:
             name = name if name not in self.names.canonical else f"_constant_{name}"
             self.constants[name] = self._constant(spec.target or "", name)
@@ -189,7 +195,7 @@ class _Converter:
         tensors = [
             (path, item) for path, item in zip(paths, call.outputs, strict=True) if isinstance(item, Slot)
         ]
-        return [self._pick(made, path, item.index) for path, item in tensors]
+        return [self._grad.read(self._pick(made, path, item.index)) for path, item in tensors]
 
     def _pick(self, made: fx.Node, path: Sequence[Any], index: int) -> fx.Node:
         picked = made

@@ -42,7 +42,7 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
 
 @functools.cache
 def _function_names() -> Mapping[Any, str]:
-    return {function: name for name, function in reversed(_functions().items())}
+    return {function: name for name, function in _functions().items()}
 
 
 def encode_target(node: fx.Node) -> str:
@@ -53,7 +53,7 @@ def encode_target(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"op:{target}"
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return f"higher:{target.name()}"
+        return f"higher:{target.__name__}"
     name = _function_names().get(target)
     if name is None:
         raise StoreError(f"The graph calls {target!r}, which has no name that could be stored.")

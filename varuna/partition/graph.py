@@ -12,10 +12,12 @@ Nodes of ``graph`` (a ``torch.fx.Graph``):
 * ``call_module``: an opaque leaf, by the user's module path.
 * ``output``: a tuple of tensors, read by ``output_spec``.
 
-Metadata of nodes: ``val`` (meta tensors at ``example_batch_size``, or a number, or a tuple or list of these),
-``sizes`` (for each tensor in ``val``, in order, its sizes as ints or as text in ``b``, the number of samples,
-e.g. ``"b"``, ``"128*b"``), ``module_path`` (the innermost user module, ``""`` for the root), ``stack_trace``
-(where the user's code called it).
+``torch.no_grad`` blocks are there as ``detach`` of what the block reads; autocast blocks as nested graphs.
+
+Metadata of nodes: ``val`` (meta tensors at ``example_batch_size``, or a number, or a tuple or list of these;
+whether they require gradients is only told for ``get_attr``), ``sizes`` (for each tensor in ``val``, in order,
+its sizes as ints or as text in ``b``, the number of samples, e.g. ``"b"``, ``"128*b"``), ``module_path`` (the
+innermost user module, ``""`` for the root), ``stack_trace`` (the innermost line of Python).
 """
 
 from __future__ import annotations

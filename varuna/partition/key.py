@@ -45,7 +45,7 @@ _MAX_DEPTH = 40
 _OWN_SOURCES = Path(__file__).parent
 # the files of this package that decide what a captured graph is
 _CAPTURING = (
-    *("blame", "capture", "convert", "cutpoint", "encode", "fakes", "graph", "key", "leaf"),
+    *("blame", "capture", "convert", "cutpoint", "encode", "fakes", "gradmode", "graph", "key", "leaf"),
     *("loss", "nodes", "retry", "signature", "sources", "store"),
 )
 _SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from varuna.errors import CaptureError, CutPointError
+from varuna.partition.gradmode import Detacher, is_grad_mode
 from varuna.partition.graph import is_cut_point
 
 ROOT = "model"  # the user's model inside the module that is exported
@@ -146,18 +147,21 @@ def tidy_nested(module: fx.GraphModule, sizes: Sizes) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule)
     }
     graph = fx.Graph()
+    gradients = Detacher(graph)
     made: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node.target is torch.ops.varuna.leaf.default:
             raise CaptureError(
-                "An opaque module is called inside a torch.no_grad or autocast block. Make the module that "
-                "has the "
-                "block opaque instead (opaque=[...])."
+                "An opaque module is called inside an autocast block. Make the module that has the block "
+                "opaque "
+                "instead (opaque=[...])."
             )
-        if is_check(node):
-            continue
-        made[node] = graph.node_copy(node, lambda item: made[item])
-        made[node].meta = sizes.metadata(node)
+        if is_grad_mode(node):
+            gradients.enabled = bool(node.args[0])
+        elif not is_check(node):
+            copied = graph.node_copy(node, lambda item: gradients.read(made[item]))
+            copied.meta = sizes.metadata(node)
+            made[node] = gradients.result(copied)
     remove_unused(graph, children)
     return fx.GraphModule(dict(children), graph, class_name="Nested")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -87,6 +87,18 @@ def _num_elements(module: nn.Module) -> int:
 
 def as_error(error: Exception, model: nn.Module) -> CaptureError:
     """What stopped capture, as an error for the user."""
+    lost = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+    if lost:
+        return CaptureError(
+            f"{_what_happened(error, find_blame(error, model))} The model was built on the meta device and "
+            f"has plain "
+            f"tensor attributes without values: {', '.join(lost)}. Make them buffers with register_buffer."
+        )
     return CaptureError(f"{_what_happened(error, find_blame(error, model))} {WAYS_OUT}")
 
 
