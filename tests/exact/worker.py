@@ -25,6 +25,7 @@ from tests.exact import models, plain
 from tests.exact.forker import Request
 
 torch.set_num_threads(1)
+_ = varuna.Varuna  # imported when first named: here, before forking
 
 
 def work(request: Request, rank: int) -> None:
