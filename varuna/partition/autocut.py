@@ -2,12 +2,12 @@
 
 Automatic places have few bytes alive, between pieces of model that are worth having apart. In order:
 
-1. Local minima of the bytes alive, and steps down (a chain that narrows); of neighbours with equal bytes, those between
-   the outermost modules.
+1. Local minima of the bytes alive, and steps down (a chain that narrows); of neighbours with equal bytes, those
+   between the outermost modules.
 2. Places with next to no work between them count as one: the cheapest stays. Work is compute and parameters.
-3. A place is dropped if one within a few per cent of the model's work carries noticeably fewer bytes, or if it lies
-   between two much cheaper ones. The comparison is local, so that pyramids (ResNet), where bytes fall along the model,
-   are cut everywhere.
+3. A place is dropped if one within a few per cent of the model's work carries noticeably fewer bytes, or if it
+   lies between two much cheaper ones. The comparison is local, so that pyramids (ResNet), where bytes fall
+   along the model, are cut everywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ Position = int
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """Work before each position: compute (FLOPs, and a little per element of every value) and parameter elements."""
+    """Work before each position: compute (FLOPs, and a little per element of every value) and parameter
+    elements.
+    """
 
     compute: tuple[float, ...]
     parameters: tuple[float, ...]
@@ -58,10 +60,12 @@ def find_cut_points(
 ) -> tuple[Position, ...]:
     """Positions between the steps of ``flow`` where the model is divided, ascending.
 
-    The names in ``cut_points`` come first; without them the ``CutPoint`` marks; without these, automatic places.
+    The names in ``cut_points`` come first; without them the ``CutPoint`` marks; without these, automatic
+    places.
 
     Raises:
-        CutPointError: an unknown name, a module that leaves nothing in the graph, or a place that cannot be a cut.
+        CutPointError: an unknown name, a module that leaves nothing in the graph, or a place that cannot be a
+            cut.
     """
     if cut_points is not None:
         named = {name: _position_after(flow, model, name) for name in cut_points}
@@ -83,8 +87,7 @@ def automatic_positions(flow: Flow, model: nn.Module) -> tuple[Position, ...]:
     merged: list[Position] = []
     for position in inner:
         if merged and not _apart(work, merged[-1], position, pieces):
-            if flow.live_bytes[position] < flow.live_bytes[merged[-1]]:
-                merged[-1] = position
+            merged[-1] = min(merged[-1], position, key=lambda p: (flow.live_bytes[p], _depth(flow, p), p))
         else:
             merged.append(position)
     return _without_humps(_cheapest_nearby(merged, flow.live_bytes, work), flow.live_bytes, work)
@@ -95,7 +98,8 @@ def _accepted(flow: Flow, places: dict[str, Position]) -> tuple[Position, ...]:
     for place, position in places.items():
         if reason := flow.refusals.get(position):
             raise CutPointError(
-                f"The model cannot be divided at cut point {place}: {reason}. Move it before or after that code."
+                f"The model cannot be divided at cut point {place}: {reason}. Move it before or after that "
+                f"code."
             )
     return tuple(sorted({position for position in places.values() if 0 < position < len(flow.steps)}))
 
@@ -115,7 +119,8 @@ def _position_after(flow: Flow, model: nn.Module, name: str) -> Position:
     ]
     if not inside:
         raise CutPointError(
-            f"cut_points names {name!r}, but forward computes nothing in that module that a cut could follow. Name a "
+            f"cut_points names {name!r}, but forward computes nothing in that module that a cut could follow. "
+            f"Name a "
             "module that forward calls."
         )
     return inside[-1] + 1
@@ -146,10 +151,10 @@ def _work(flow: Flow, model: nn.Module) -> _Work:
 
 
 def _minima(flow: Flow, work: _Work) -> list[Position]:
-    """Of each run of equal bytes with more before it, and more or a costly operator after it: its places between the
-    outermost modules.
+    """Of each run of equal bytes with more before it, and more or a costly operator after it: its places
+    between the outermost modules.
     """
-    mean_step = work.compute[-1] / len(flow.steps)
+    costly = 0.5 * work.compute[-1] / len(flow.steps)
     runs: list[list[Position]] = []
     for position in range(1, len(flow.steps)):
         if position in flow.refusals or position in flow.clone_positions:
@@ -164,7 +169,7 @@ def _minima(flow: Flow, work: _Work) -> list[Position]:
         if sizes[index - 1] < sizes[index]:
             continue
         step = work.compute[runs[index][0]] - work.compute[run[-1]] if index < len(runs) else 0.0
-        if sizes[index + 1] > sizes[index] or step > mean_step:
+        if sizes[index + 1] > sizes[index] or step > costly:
             depths = {position: _depth(flow, position) for position in run}
             found += [position for position in run if depths[position] == min(depths.values())]
     return found
@@ -200,8 +205,12 @@ def _cheapest_nearby(
     return tuple(sorted(kept))
 
 
-def _without_humps(positions: Sequence[Position], live_bytes: Sequence[int], work: _Work) -> tuple[Position, ...]:
-    """Drops places inside of a block: much cheaper ones on both sides, and not much of the model between these."""
+def _without_humps(
+    positions: Sequence[Position], live_bytes: Sequence[int], work: _Work
+) -> tuple[Position, ...]:
+    """Drops places inside of a block: much cheaper ones on both sides, and not much of the model between
+    these.
+    """
     kept = list(positions)
     for position in sorted(positions, key=lambda p: -live_bytes[p]):
         cheap = live_bytes[position] / HUMP_BYTES

@@ -1,19 +1,21 @@
 """Start-up check: one split step against one unsplit step, on the real weights and a small batch.
 
-Both run in this process, with the same random numbers drawn in the same order, so that dropout agrees. The model's
-gradients, buffers, modes and the default generators are as before afterwards.
+Both run in this process, with the same random numbers drawn in the same order, so that dropout agrees. The
+model's gradients, buffers, modes and the default generators are as before afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from varuna.errors import CheckFailed
+from varuna.partition.effects import arguments_of
 from varuna.partition.fakes import training_mode
 from varuna.partition.graph import Autocast
 from varuna.partition.locate import first_difference
@@ -70,8 +72,10 @@ def check_split(
         place = runner.locate(tolerance, _differing(plain, split, tolerance))
     raise CheckFailed(
         f"The model divided into sections does not compute what the model computes. First difference: {place}. "
-        f"Loss {plain.loss.item():.9g} as a whole, {split.loss.item():.9g} divided; largest relative difference "
-        f"{difference:.3g} in {worst}, where {tolerance:.0e} is allowed. Something in forward is not visible to capture "
+        f"Loss {plain.loss.item():.9g} as a whole, {split.loss.item():.9g} divided; largest relative "
+        f"difference "
+        f"{difference:.3g} in {worst}, where {tolerance:.0e} is allowed. Something in forward is not visible "
+        f"to capture "
         "(Python state that changes, hooks, code that depends on the values); make that module opaque "
         "(opaque=['...']), or train without this check (check=False) if you know why."
     )
@@ -178,7 +182,14 @@ class _Runner:
             for section in self._partition.sections:
                 seen, values = section.program.trace(self._inputs, values)
                 traced.append(seen)
-        return first_difference(self._model, self._partition, traced, run_plain, tolerance, differing)
+        return first_difference(
+            self._model,
+            self._partition,
+            traced,
+            run_plain=run_plain,
+            tolerance=tolerance,
+            differing=differing,
+        )
 
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[None]:
@@ -239,7 +250,7 @@ def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
         return 0.0
     scale = max(float(expected.abs().max()), floor)
     difference = float((expected - found).abs().max())
-    if difference != difference:  # both not finite in the same way is no difference
+    if math.isnan(difference):  # both not finite in the same way is no difference
         same = torch.equal(expected.isfinite(), found.isfinite())
         return 0.0 if same else float("inf")
     return difference / scale if scale > 0.0 else difference
@@ -248,9 +259,8 @@ def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
 def _draws_in_attention(program: object) -> bool:
     if not isinstance(program, GraphProgram):
         return False
-    nodes: Iterator[fx.Node] = iter(program.module.graph.nodes)
     attention = torch.ops.aten.scaled_dot_product_attention.default
     return any(
-        node.target is attention and float((*node.args[4:5], node.kwargs.get("dropout_p", 0.0))[0] or 0.0) > 0.0  # type: ignore[arg-type]
-        for node in nodes
+        node.target is attention and arguments_of(node, attention)["dropout_p"] != 0.0
+        for node in program.module.graph.nodes
     )

@@ -12,7 +12,9 @@ _STOPS = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
 
 
 def differentiable_nodes(flow: Flow, model: nn.Module) -> set[fx.Node]:
-    """Floating values that depend on a parameter that requires a gradient now, not through ``detach`` or ``no_grad``."""
+    """Floating values that depend on a parameter that requires a gradient now, not through ``detach`` or
+    ``no_grad``.
+    """
     trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     found: set[fx.Node] = set()
     for node in flow.graph.nodes:

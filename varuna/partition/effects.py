@@ -1,4 +1,6 @@
-"""What one graph node does besides computing a value: writes to its arguments, aliases them, draws random numbers."""
+"""What one graph node does besides computing a value: writes to its arguments, aliases them, draws random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _MAY_RETURN_ARGUMENT = {
     torch.ops.aten.type_as.default,
 }
 
-# Operators that give a parameter in another form and cost next to nothing: done again in each section that needs it.
+# Operators that give a parameter in another form and cost next to nothing: done again in each section that
+# needs it.
 RESHAPES = {
     torch.ops.aten.alias.default,
     torch.ops.aten.t.default,
@@ -58,7 +61,9 @@ class Effects:
 
 
 def effects_of(node: fx.Node, subgraphs: Mapping[str, fx.GraphModule]) -> Effects:
-    """Side effects of a node; a nested region's are those of all operators in it, a leaf's are unknown but random."""
+    """Side effects of a node; a nested region's are those of all operators in it, a leaf's are unknown but
+    random.
+    """
     if node.op == "call_module":
         return Effects(random=True)
     if node.op != "call_function":
@@ -156,7 +161,7 @@ def _effects_of_region(node: fx.Node, subgraphs: Mapping[str, fx.GraphModule]) -
                 aliases.update(dict.fromkeys(shares.get(value, ())))
         else:
             shares.setdefault(inner, set()).update(*(shares.get(a, set()) for a in effects.aliases))
-    order = [outer for outer in node.all_input_nodes]
+    order = node.all_input_nodes
     return Effects(
         writes=tuple(n for n in order if n in writes),
         aliases=tuple(n for n in order if n in aliases),

@@ -1,9 +1,10 @@
 """Where each value of a captured graph comes from and where it is needed: what a cut must carry.
 
-``Flow`` orders the *steps*: the nodes that are computed once, in program order. A cut is a position between steps:
-position p has steps ``[0, p)`` before it. All other nodes are *free*: inputs, parameters and what depends only on inputs,
-buffers and constants (no random numbers, no parameter, memory of its own): masks, position ids. They are computed
-again in each section that needs them and never cross a cut.
+``Flow`` orders the *steps*: the nodes that are computed once, in program order. A cut is a position between
+steps: position p has steps ``[0, p)`` before it. All other nodes are *free*: inputs, parameters and what
+    depends only on inputs,
+buffers and constants (no random numbers, no parameter, memory of its own): masks, position ids. They are
+computed again in each section that needs them and never cross a cut.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Flow:
         for memory in self._written_memories():
             for position in self._shared_positions(memory):
                 found[position] = (
-                    f"{memory.writers[-1].name} later changes memory in place that several values alive there share"
+                    f"{memory.writers[-1].name} later changes memory in place that several values alive there "
+                    f"share"
                 )
             for node in memory.nodes:
                 if node.op == "get_attr":
@@ -107,7 +109,9 @@ class Flow:
 
     @cached_property
     def clone_positions(self) -> frozenset[int]:
-        """Positions where a value crosses that is changed in place afterwards, so that it must be copied first."""
+        """Positions where a value crosses that is changed in place afterwards, so that it must be copied
+        first.
+        """
         return frozenset(
             position
             for memory in self._written_memories()
@@ -185,7 +189,9 @@ def _free_nodes(
     memory: dict[fx.Node, Memory],
     parameter_names: set[str],
 ) -> set[fx.Node]:
-    """Memory that is written to is free as a whole or not at all; found by taking away until nothing changes."""
+    """Memory that is written to is free as a whole or not at all; found by taking away until nothing
+    changes.
+    """
     bound: set[Memory] = {
         memory[node] for node in graph.nodes if node.op == "placeholder" and memory[node].writers
     }
@@ -195,7 +201,14 @@ def _free_nodes(
         if n.op == "get_attr" and memory[n].writers and str(n.target) not in captured.constants
     }
     while True:
-        free = _free_given(captured, graph, effects, memory, parameter_names, bound)
+        free = _free_given(
+            captured,
+            graph,
+            effects=effects,
+            memory=memory,
+            parameter_names=parameter_names,
+            bound=bound,
+        )
         broken = {
             m
             for m in {id(m): m for m in memory.values()}.values()
@@ -209,6 +222,7 @@ def _free_nodes(
 def _free_given(
     captured: CapturedGraph,
     graph: fx.Graph,
+    *,
     effects: dict[fx.Node, Effects],
     memory: dict[fx.Node, Memory],
     parameter_names: set[str],

@@ -1,8 +1,9 @@
 """Initial values of single modules' tensors, as building the whole model would give, without building it.
 
-Initialisation functions work on modules and may reach into children, so they are run on a *shadow*: a copy of the
-module tree whose tensors are all on the meta device, except those of the one module being initialised. Writes to
-meta tensors do nothing and draw no random numbers, so the values of a module never depend on what else is here.
+Initialisation functions work on modules and may reach into children, so they are run on a *shadow*: a copy of
+the module tree whose tensors are all on the meta device, except those of the one module being initialised.
+Writes to meta tensors do nothing and draw no random numbers, so the values of a module never depend on what
+else is here.
 """
 
 from __future__ import annotations
@@ -166,7 +167,9 @@ def _no_values(name: str, owner: str, module: nn.Module) -> UserError:
     kind = "buffer" if name.rpartition(".")[2] in module._buffers else "parameter"
     return UserError(
         f"The {kind} {name!r} was built on the meta device and nothing gives it values: its module "
-        f"{owner or '(the model)'!r} ({type(module).__name__}) has no reset_parameters() that sets it, and neither "
-        "_init_weights(module) of the model nor init_weights does. Add a reset_parameters() method to that module, "
+        f"{owner or '(the model)'!r} ({type(module).__name__}) has no reset_parameters() that sets it, and "
+        f"neither "
+        "_init_weights(module) of the model nor init_weights does. Add a reset_parameters() method to that "
+        "module, "
         "pass init_weights=function(module), or build the model on the CPU."
     )

@@ -26,18 +26,23 @@ def first_difference(
     model: nn.Module,
     partition: Partition,
     traced: Sequence[Trace],
+    *,
     run_plain: Callable[[], None],
     tolerance: float,
     differing: set[str],
 ) -> str:
     """Which section differs first, in words.
 
-    What each module returned in the model's own forward is looked for among the values that the graph computed in that
-    module. Modules are taken in the order in which the graph leaves them; the first without its value differs.
+    What each module returned in the model's own forward is looked for among the values that the graph computed
+    in that module. Modules are taken in the order in which the graph leaves them; the first without its value
+    differs.
 
     Args:
+        model: the user's, undivided.
+        partition: the divided one.
         traced: per section, (module path, value) of every operator.
         run_plain: runs the model's forward once.
+        tolerance: relative difference that is none.
         differing: parameters whose gradients differ; tells the section if forward agrees everywhere.
     """
     returned = _module_outputs(model, run_plain)
@@ -55,12 +60,17 @@ def first_difference(
             if alike and not any(_is_close(value.tensor, output, tolerance) for value in alike):
                 return _in_words(partition, alike[-1].section_index, f"what module {path!r} returns")
     for section in reversed(partition.sections):
-        names = [name for name in section.parameters if name in differing]
+        names = [name for name in section.parameters if name in differing and _num_users(partition, name) == 1]
         if names:
             return _in_words(
                 partition, section.spec.index, f"the gradient of {names[-1]!r} (its forward agrees)"
             )
     return _in_words(partition, len(partition.sections) - 1, "the loss")
+
+
+def _num_users(partition: Partition, name: str) -> int:
+    """Sections that use a parameter; the gradient of a tied one differs wherever the fault is."""
+    return sum(name in section.parameters for section in partition.sections)
 
 
 def _in_words(partition: Partition, section_index: int, what: str) -> str:

@@ -18,7 +18,8 @@ LossFunction = Callable[..., Any]
 def forward_with_loss(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
     """Inside, calling the model with a whole batch returns ``loss_fn(output, *rest)``; names do not change.
 
-    The model takes what its forward asks for: by name from a dict; from a list or tuple as many leading items as it has
+    The model takes what its forward asks for: by name from a dict; from a list or tuple as many leading items
+        as it has
     arguments without a default (at least one). The rest goes to ``loss_fn`` by position, in the batch's order.
 
     Raises:
@@ -62,6 +63,7 @@ def _refuse_parameters(loss_fn: LossFunction) -> None:
     names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
     if names:
         raise LossError(
-            f"loss_fn has parameters of its own ({', '.join(names[:4])}), which no section would hold. Make loss_fn a "
+            f"loss_fn has parameters of its own ({', '.join(names[:4])}), which no section would hold. Make "
+            f"loss_fn a "
             "submodule of the model and return the loss from the model's forward."
         )

@@ -1,8 +1,9 @@
 """Parameters and buffers on the meta device get storage and values in place; others lose theirs in place.
 
 No worker holds the whole model. A model built under ``torch.device("meta")`` is given values tensor by tensor,
-as running its constructor and initialisation would, but each module that owns a tensor starts from random numbers keyed
-by (seed, name of the module): the values do not depend on which sections are here or on the order.
+as running its constructor and initialisation would, but each module that owns a tensor starts from random
+numbers keyed by (seed, name of the module): the values do not depend on which sections are here or on the
+order.
 
 In place means that the ``Parameter`` objects stay: the optimizer, ties and the user's references remain valid.
 """
@@ -37,8 +38,9 @@ def materialise(
     """Gives the named parameters and buffers storage on ``device``; those on the meta device also values.
 
     Values come from the constructor's ``reset_parameters()`` of the module that owns them and then, like
-    ``model.apply`` would, from ``init_weights(module)``; without it from the model's own ``_init_weights(module)`` if it
-    has one (Hugging Face models, nanoGPT). They are drawn on the CPU: the same for every device.
+    ``model.apply`` would, from ``init_weights(module)``; without it from the model's own
+    ``_init_weights(module)`` if it has one (Hugging Face models, nanoGPT). They are drawn on the CPU: the same
+    for every device.
 
     Args:
         model: the user's model.
@@ -64,7 +66,9 @@ def materialise(
 
 
 def release(model: nn.Module, names: Iterable[str]) -> None:
-    """Takes the storage of the named parameters and buffers away: they become meta tensors, without gradients."""
+    """Takes the storage of the named parameters and buffers away: they become meta tensors, without
+    gradients.
+    """
     canonical = canonical_names(model)
     tensors = _tensors(model)
     for name in dict.fromkeys(canonical[name] for name in names):
@@ -76,7 +80,8 @@ def release(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def set_storage(tensor: Tensor, value: Tensor) -> None:
-    """Puts ``value`` (same shape, any device) in the place of a tensor's contents; the object and its attributes stay.
+    """Puts ``value`` (same shape, any device) in the place of a tensor's contents; the object and its
+    attributes stay.
 
     Its gradient is dropped. Must not be called while a graph that leads to the tensor is alive.
     """

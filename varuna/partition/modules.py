@@ -119,7 +119,8 @@ class ModulesProgram:
         tensors = tensors_of(value)
         if len(tensors) != self.sent.num_tensors:
             raise RunError(
-                f"Module {self.paths[-1]!r} returned {len(tensors)} tensors, but {self.sent.num_tensors} when the "
+                f"Module {self.paths[-1]!r} returned {len(tensors)} tensors, but {self.sent.num_tensors} when "
+                f"the "
                 "model was divided. A module before a cut must always return the same number of tensors."
             )
         return tensors

@@ -59,7 +59,15 @@ def partition(
     signature = batch if isinstance(batch, InputSignature) else signature_of(batch)
     try:
         with forward_with_loss(model, loss_fn):
-            graph, from_cache = _captured(model, batch, signature, training, autocast, opaque, cache_dir)
+            graph, from_cache = _captured(
+                model,
+                batch,
+                signature,
+                training=training,
+                autocast=autocast,
+                opaque=opaque,
+                cache_dir=cache_dir,
+            )
     except CaptureError:
         if not is_chain(model):
             raise
@@ -77,6 +85,7 @@ def _captured(
     model: nn.Module,
     batch: object,
     signature: InputSignature,
+    *,
     training: bool,
     autocast: Autocast | None,
     opaque: Sequence[str],

@@ -57,11 +57,11 @@ class _Run:
 def probe_chain(
     model: nn.Sequential,
     groups: Sequence[tuple[str, ...]],
+    *,
     entry: Node,
     rest: Sequence[Node],
     loss_fn: LossFunction | None,
     signature: InputSignature,
-    *,
     training: bool,
 ) -> list[Probed]:
     """Runs every group for two batch sizes, one group in memory at a time. The model is not changed.
@@ -165,7 +165,8 @@ def _real_copy(module: nn.Module, path: str) -> nn.Module:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise CaptureError(
-            f"Module {path!r} ({type(module).__name__}) cannot be copied, which is needed to learn what it returns: "
+            f"Module {path!r} ({type(module).__name__}) cannot be copied, which is needed to learn what it "
+            f"returns: "
             f"{type(error).__name__}: {error}"
         ) from error
 

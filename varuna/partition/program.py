@@ -1,7 +1,7 @@
 """What a section runs: a graph over the user's own tensors, or one of the user's modules as it is.
 
-The hot path. A graph's parameters, buffers and constants are arguments of the generated function, so that a run looks
-up nothing by name, a parameter whose storage was swapped in place is seen, and copies of buffers can be
+The hot path. A graph's parameters, buffers and constants are arguments of the generated function, so that a run
+looks up nothing by name, a parameter whose storage was swapped in place is seen, and copies of buffers can be
 handed in instead of the buffers.
 """
 
@@ -48,8 +48,8 @@ class GraphProgram:
         buffer_slots: of the buffers that the graph itself reads.
         constants: tensors that are neither.
         written: indices into ``buffer_slots`` of buffers that forward changes.
-        detached: those of ``written`` that are run on a copy and written back, because backward may need the values
-            that they had.
+        detached: those of ``written`` that are run on a copy and written back, because backward may need the
+            values that they had.
         leaves: opaque leaves, which run in eval mode unless ``training``.
         leaf_slots: buffers inside opaque leaves.
     """
@@ -92,7 +92,9 @@ class GraphProgram:
     def trace(
         self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]
     ) -> tuple[list[tuple[str, Tensor]], tuple[Tensor, ...]]:
-        """Forward, one operator at a time, buffers unchanged: (module path, value) in order, and what is sent."""
+        """Forward, one operator at a time, buffers unchanged: (module path, value) in order, and what is
+        sent.
+        """
         buffers = [slot.get() for slot in self.buffer_slots]
         for index in self.written:
             buffers[index] = buffers[index].clone()

@@ -1,8 +1,9 @@
-"""Cuts another capture of the same model (eval mode, other shapes) so that its sections hold the same parameters.
+"""Cuts another capture of the same model (eval mode, other shapes) so that its sections hold the same
+parameters.
 
-Which section holds which parameter was decided once, by the first partition; workers hold their parameters by it. For
-another capture the cheapest cuts (bytes alive) are chosen among those that give every section only parameters, and
-buffers that forward changes, which it already has.
+Which section holds which parameter was decided once, by the first partition; workers hold their parameters by
+it. For another capture the cheapest cuts (bytes alive) are chosen among those that give every section only
+parameters, and buffers that forward changes, which it already has.
 """
 
 from __future__ import annotations
@@ -101,8 +102,11 @@ def _names_at_steps(flow: Flow, model: nn.Module, placed: _Names) -> list[_Names
 def _impossible(reference: Partition, index: int) -> CutPointError:
     section = reference.sections[index]
     return CutPointError(
-        f"This capture of the model uses parameters in another order than the one it was cut by: no cut leaves section "
-        f"{index} ({section.spec.name}) with its own parameters ({', '.join(list(section.parameters)[:4])}, ...) only. "
-        "The order of the modules must not depend on the shapes or on train and eval mode; move the cut point out "
+        f"This capture of the model uses parameters in another order than the one it was cut by: no cut "
+        f"leaves section "
+        f"{index} ({section.spec.name}) with its own parameters ({', '.join(list(section.parameters)[:4])}, "
+        f"...) only. "
+        "The order of the modules must not depend on the shapes or on train and eval mode; move the cut point "
+        "out "
         "of that region."
     )

@@ -24,7 +24,7 @@ def buffer_rules(flow: Flow, model: nn.Module, members: Members) -> dict[str, Bu
     for slot_name, node in members.buffers.items():
         writers = flow.memory[node].writers
         if writers:
-            found = {_rule(writer, node) for writer in writers}
+            found = {_rule(flow, writer, node) for writer in writers}
             rules[slot_name] = found.pop() if len(found) == 1 else BufferRule(kind="mean")
     if flow.captured.training:
         canonical = canonical_names(model)
@@ -39,13 +39,13 @@ def writes_statistics_only(flow: Flow, node: fx.Node) -> bool:
     return all(writer.target in _STATISTICS for writer in flow.memory[node].writers)
 
 
-def _rule(writer: fx.Node, buffer: fx.Node) -> BufferRule:
+def _rule(flow: Flow, writer: fx.Node, buffer: fx.Node) -> BufferRule:
     if writer.target in _STATISTICS:
         momentum = arguments_of(writer, writer.target)["momentum"]
         return BufferRule(kind="affine", decay=1.0 - float(momentum))
     value = buffer.meta.get("val")
     is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-    if is_integer and writer.target in _COUNTER and writer.args[0] is buffer:
+    if is_integer and writer.target in _COUNTER and writer.args[0] in flow.memory[buffer].nodes:
         return BufferRule(kind="affine", decay=1.0)
     return BufferRule(kind="mean")
 

@@ -71,7 +71,9 @@ class Program(Protocol):
     def trace(
         self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]
     ) -> tuple[list[tuple[str, Tensor]], tuple[Tensor, ...]]:
-        """Forward, one operator at a time, buffers unchanged: (module path, value) in order, and what is sent."""
+        """Forward, one operator at a time, buffers unchanged: (module path, value) in order, and what is
+        sent.
+        """
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers that it reads, by the user's names."""

@@ -1,7 +1,9 @@
-"""Models that cannot be captured but are a chain of modules: every module, run as it is, is a section of its own.
+"""Models that cannot be captured but are a chain of modules: every module, run as it is, is a section of its
+own.
 
-``nn.Sequential`` is tried with capture first, like any model. What crosses the cuts is learned by running a temporary
-copy of one module after another on zeros, for two batch sizes; so no worker needs the whole model for it.
+``nn.Sequential`` is tried with capture first, like any model. What crosses the cuts is learned by running a
+temporary copy of one module after another on zeros, for two batch sizes; so no worker needs the whole model for
+it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -21,7 +24,7 @@ from varuna.partition.modules import ModulesProgram
 from varuna.partition.probe import Probed, probe_chain
 from varuna.partition.program import buffer_slot
 from varuna.partition.rules import module_rules
-from varuna.partition.section import Partition, Section, ValueSpec
+from varuna.partition.section import BufferRule, Partition, Section, ValueSpec
 from varuna.partition.signature import InputSignature, Node
 from varuna.partition.ties import canonical_names
 from varuna.spec import SectionSpec
@@ -38,7 +41,8 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     parts = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else []
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         raise UserError(
-            f"The model is a {type(model).__name__}; it must be an nn.Module, or a list of nn.Modules to run one "
+            f"The model is a {type(model).__name__}; it must be an nn.Module, or a list of nn.Modules to run "
+            f"one "
             "after another."
         )
     return nn.Sequential(*parts)
@@ -72,13 +76,14 @@ class ChainBatch:
         entries = (*taken, *by_name.values())
         if loss_fn is None and (rest or len(entries) != 1):
             raise UserError(
-                f"The model is a chain of modules, which takes one value, but the batch has {len(listed) + len(named)}. "
-                "Give loss_fn=..., which gets the other values, or return one value from the collate function."
+                "The model is a chain of modules, which takes one value, but the batch has "
+                f"{len(listed) + len(named)}. Give loss_fn=..., which gets the other values, or return one value "
+                "from the collate function."
             )
         if len(entries) != 1:
             raise UserError(
-                "The model is a chain of modules, which takes one value. The batch must be a tuple whose first value is "
-                "for the model, or a dict with the key 'input'."
+                "The model is a chain of modules, which takes one value. The batch must be a tuple whose "
+                "first value is for the model, or a dict with the key 'input'."
             )
         return cls(entry=entries[0], rest=rest)
 
@@ -92,16 +97,26 @@ def partition_chain(
     loss_fn: LossFunction | None = None,
     like: Partition | None = None,
 ) -> Partition:
-    """Sections of a chain: every child one, or what lies between the children named in ``cut_points`` or its marks.
+    """Sections of a chain: every child one, or what lies between the children named in ``cut_points`` or its
+    marks.
 
     Raises:
         UserError: the batch does not fit, a module cannot be run or copied, or the last one gives no loss.
     """
     groups = _groups(model, cut_points, like)
     batch = ChainBatch.of(model, signature, loss_fn)
-    probed = probe_chain(model, groups, batch.entry, batch.rest, loss_fn, signature, training=training)
+    probed = probe_chain(
+        model,
+        groups,
+        entry=batch.entry,
+        rest=batch.rest,
+        loss_fn=loss_fn,
+        signature=signature,
+        training=training,
+    )
     sections = [
-        _section(model, groups, index, probed, batch, loss_fn, training) for index in range(len(groups))
+        _section(model, groups, index, probed=probed, batch=batch, loss_fn=loss_fn, training=training)
+        for index in range(len(groups))
     ]
     return Partition(
         sections=tuple(sections),
@@ -124,7 +139,8 @@ def _groups(
         unknown = [name for name in cut_points if name not in names]
         if unknown:
             raise CutPointError(
-                f"cut_points names {unknown[0]!r}. This model cannot be captured as a graph, so it can only be divided "
+                f"cut_points names {unknown[0]!r}. This model cannot be captured as a graph, so it can only "
+                f"be divided "
                 f"between its own modules: {', '.join(names)}."
             )
         ends = [index + 1 for index, name in enumerate(names) if name in cut_points]
@@ -133,7 +149,7 @@ def _groups(
     else:
         ends = list(range(1, len(names)))
     bounds = sorted({0, len(names), *ends})
-    return tuple(tuple(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(names[a:b]) for a, b in pairwise(bounds))
 
 
 def _groups_like(model: nn.Sequential, like: Partition) -> tuple[tuple[str, ...], ...]:
@@ -159,6 +175,7 @@ def _section(
     model: nn.Sequential,
     groups: Sequence[tuple[str, ...]],
     index: int,
+    *,
     probed: Sequence[Probed],
     batch: ChainBatch,
     loss_fn: LossFunction | None,
@@ -166,56 +183,64 @@ def _section(
 ) -> Section:
     paths = groups[index]
     modules = tuple(model.get_submodule(path) for path in paths)
-    canonical = canonical_names(model)
-    inside = {
-        canonical[f"{path}.{name}"]
-        for path, m in zip(paths, modules, strict=True)
-        for name, _ in m.named_parameters()
-    }
+    is_first, is_last = index == 0, index == len(groups) - 1
+    inside = set(_names_inside(model, paths))
     parameters = {name: p for name, p in model.named_parameters() if name in inside}
-    buffers = [
-        canonical[f"{path}.{name}"]
-        for path, m in zip(paths, modules, strict=True)
-        for name, _ in m.named_buffers()
-    ]
-    is_last = index == len(groups) - 1
-    received = probed[index - 1].values if index else ()
-    entries = ([batch.entry] if index == 0 else []) + (list(batch.rest) if is_last else [])
-    rules = {}
-    if training:
-        for path, module in zip(paths, modules, strict=True):
-            rules.update({canonical[f"{path}.{name}"]: rule for name, rule in module_rules(module).items()})
+    buffers = [name for name, _ in model.named_buffers() if name in inside]
+    entries = ([batch.entry] if is_first else []) + (list(batch.rest) if is_last else [])
+    program = ModulesProgram(
+        paths=paths,
+        modules=modules,
+        training=training,
+        entry=batch.entry if is_first else None,
+        received=None if is_first else probed[index - 1].structure,
+        sent=None if is_last else probed[index].structure,
+        clones=probed[index].changed_inputs,
+        loss_fn=loss_fn if is_last else None,
+        rest=batch.rest if is_last else (),
+        slots=tuple(buffer_slot(model, name) for name in buffers),
+    )
     return Section(
-        spec=SectionSpec(
-            index=index,
-            name=paths[0],
-            parameter_names=tuple(parameters),
-            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
-            forward_flops=probed[index].flops,
-            output_bytes=0
-            if is_last
-            else sum(_sample_bytes(v, probed[index].num_samples) for v in probed[index].values),
-        ),
+        spec=_spec(index, paths[0], parameters, probed[index], is_last=is_last),
         parameters=parameters,
-        mutated_buffers=rules,
+        mutated_buffers=_rules(model, paths) if training else {},
         input_keys=tuple(dict.fromkeys(key for node in entries for key in _keys(node))),
-        received=received,
+        received=() if is_first else probed[index - 1].values,
         sent=probed[index].values,
         uses_random=True,
         activation_bytes=probed[index].activation_bytes,
-        program=ModulesProgram(
-            paths=paths,
-            modules=modules,
-            training=training,
-            entry=batch.entry if index == 0 else None,
-            received=probed[index - 1].structure if index else None,
-            sent=None if is_last else probed[index].structure,
-            clones=probed[index].changed_inputs,
-            loss_fn=loss_fn if is_last else None,
-            rest=batch.rest if is_last else (),
-            slots=tuple(buffer_slot(model, name) for name in dict.fromkeys(buffers)),
-        ),
+        program=program,
     )
+
+
+def _spec(
+    index: int, name: str, parameters: dict[str, nn.Parameter], probed: Probed, *, is_last: bool
+) -> SectionSpec:
+    sent = () if is_last else probed.values
+    return SectionSpec(
+        index=index,
+        name=name,
+        parameter_names=tuple(parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
+        forward_flops=probed.flops,
+        output_bytes=sum(_sample_bytes(value, probed.num_samples) for value in sent),
+    )
+
+
+def _names_inside(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Canonical names of all parameters and buffers in these modules."""
+    canonical = canonical_names(model)
+    prefixes = tuple(f"{path}." for path in paths)
+    return [first for name, first in canonical.items() if name.startswith(prefixes)]
+
+
+def _rules(model: nn.Module, paths: Sequence[str]) -> dict[str, BufferRule]:
+    canonical = canonical_names(model)
+    return {
+        canonical[f"{path}.{name}"]: rule
+        for path in paths
+        for name, rule in module_rules(model.get_submodule(path)).items()
+    }
 
 
 def _sample_bytes(value: ValueSpec, num_samples: int) -> int:

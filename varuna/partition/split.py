@@ -1,7 +1,7 @@
 """Cuts a captured graph into sections.
 
-``sections[i]`` holds the steps between two cut positions, the free nodes that these need (computed again rather than
-received, see ``flow.py``), and passes on what later sections need of earlier ones.
+``sections[i]`` holds the steps between two cut positions, the free nodes that these need (computed again rather
+than received, see ``flow.py``), and passes on what later sections need of earlier ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def split(model: nn.Module, flow: Flow, cut_points: Sequence[Position]) -> Parti
     for index in range(len(bounds) - 1):
         members = members_of(flow, model, bounds[index], bounds[index + 1])
         previous = sections[-1].spec.name if sections else ""
-        sections.append(_section(flow, model, members, index, previous, differentiable))
+        sections.append(
+            _section(flow, model, members, index=index, previous_name=previous, differentiable=differentiable)
+        )
     return Partition(
         sections=tuple(sections),
         digest=digest_of_cuts(flow, model, cut_points),
@@ -47,6 +49,7 @@ def _section(
     flow: Flow,
     model: nn.Module,
     members: Members,
+    *,
     index: int,
     previous_name: str,
     differentiable: set[fx.Node],

@@ -25,6 +25,8 @@ def tidy(captured: CapturedGraph) -> tuple[fx.Graph, tuple[fx.Node | None, ...]]
     copies: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in graph.nodes:
+        _unwrap_single_value(node)
     _gather_items(graph)
     _read_batch_size_from_inputs(graph)
     marks = _take_out_marks(graph)
@@ -50,6 +52,14 @@ def _take_out_marks(graph: fx.Graph) -> list[fx.Node]:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
     return marks
+
+
+def _unwrap_single_value(node: fx.Node) -> None:
+    """The metadata of a leaf is a list; one that gives a tensor, not a tuple, is described by that tensor."""
+    value = node.meta.get("val")
+    taken_apart = any(user.target is operator.getitem for user in node.users)
+    if node.op == "call_module" and not taken_apart and isinstance(value, (list, tuple)) and len(value) == 1:
+        node.meta = {**node.meta, "val": value[0]}
 
 
 def _gather_items(graph: fx.Graph) -> None:
@@ -89,7 +99,9 @@ def _read_batch_size_from_inputs(graph: fx.Graph) -> None:
 
 
 def _multiple_of_batch(node: fx.Node) -> int | None:
-    """How many times the number of samples the size is that a node reads from an intermediate value; else None."""
+    """How many times the number of samples the size is that a node reads from an intermediate value; else
+    None.
+    """
     if node.op != "call_function" or node.target is not torch.ops.aten.sym_size.int:
         return None
     argument, dim = node.args[0], node.args[1]

@@ -1,4 +1,6 @@
-"""Tied parameters and buffers: several names, one tensor. The first name in the model's order stands for all."""
+"""Tied parameters and buffers: several names, one tensor. The first name in the model's order stands for
+all.
+"""
 
 from __future__ import annotations
 
