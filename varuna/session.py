@@ -191,6 +191,7 @@ class Varuna:
         micro_batch_size = _checked_batch_size(batch_size or generation.plan.micro_batch_size)
         started_s = time.monotonic()
         with self._guarded():
+            generation.calls.meet(f"evaluate (of {len(dataset)} samples by {micro_batch_size})")
             partitions = generation.partitions
             leader_first(
                 generation.world, "evaluate", lambda: partitions.get(None, EXAMPLE_NUM_SAMPLES, training=False)
@@ -209,6 +210,7 @@ class Varuna:
         """
         generation = self._started()
         with self._guarded():
+            generation.calls.meet("full_state_dict")
             return gather_state(self._model, generation)
 
     def close(self) -> None:

@@ -72,5 +72,8 @@ def explain_peer_loss(
     """A ``PeerLost`` that says why the connection broke, if its cause was told within ``timeout_s`` seconds."""
     record = published_failure(store, generation, timeout_s=timeout_s)
     if record is None:
-        return PeerLost(f"{error} No worker said why before its connection broke: it may have been killed.")
+        return PeerLost(
+            f"{error} No worker said why before its connection broke: one was killed, or its script "
+            f"ended before the others'."
+        )
     return PeerLost(f"{error} Because {record.summary()}")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from varuna.run.buffers import BufferSync
+from varuna.run.calls import Calls
 from varuna.run.channel import StageChannels, open_channels
 from varuna.run.commit import CommitPart, Committed, commit
 from varuna.run.connect import ConnectOptions, StageAddress
@@ -60,6 +61,7 @@ class Generation:
         self.index = index
         self.plan = plan
         self.groups = Groups(world, index)
+        self.calls = Calls(world, index)
         self.world = world
         self.parameters = parameters
         self.partitions = partitions
@@ -72,8 +74,9 @@ class Generation:
         """Connect to the other workers of the plan and start loading data.
 
         Raises:
-            PeerLost: a worker of the plan did not appear.
+            PeerLost: a worker of the plan did not appear, or failed before it came here.
         """
+        self.calls.meet("the start")
         position = self.plan.position_of(self.world.rank)
         self.groups.prepare([range(self.world.size)])
         holders = parameter_holders(self.plan, self.partitions)
@@ -105,6 +108,7 @@ class Generation:
 
         After it every held parameter's ``.grad`` is the sum over the global batch, times ``loss_scale``.
         """
+        self.calls.announce(f"training step {step_index}")
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
             part = self._worker.run_step(step_index, loss_scale)
@@ -140,9 +144,9 @@ class Generation:
         """The disorderly end: neighbours hear of it at once; from any thread."""
         if self._channels is not None:
             self._channels.close(reason, timeout_s=0.5)
-        if self._worker is not None:
-            self._worker.loader.close()
         self.groups.close()
+        if self._worker is not None:
+            self._worker.loader.close()  # last: it waits for a sample that is being read
 
     # --- opening ----------------------------------------------------------------------------
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import torch
 from torch.distributed import Backend, BroadcastOptions, Work
 
 from varuna.errors import PeerLost
+
+_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ")
+_ADVICE = re.compile(r"\. This is typically caused by")
 
 JsonValue = Any
 """What ``json.dumps`` takes: None, bool, int, float, str, lists and string-keyed dicts of these."""
@@ -29,7 +33,7 @@ class Pending:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"{self._what} failed: {error}") from error
+            raise PeerLost(f"{self._what} failed: {_reason(error)}") from error
 
 
 class Group:
@@ -119,4 +123,9 @@ class Group:
         try:
             return Pending(call(self.process_group), what)
         except RuntimeError as error:
-            raise PeerLost(f"{what} failed: {error}") from error
+            raise PeerLost(f"{what} failed: {_reason(error)}") from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """What gloo says, without the source line before it and the advice after it."""
+    return _ADVICE.split(_PLACE.sub("", str(error)))[0]

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from varuna.config import WorldConfig
 from varuna.errors import ConfigError, PeerLost, WeightsDiffer
@@ -94,7 +94,7 @@ def wait_for(store: Store, key: str, what: str) -> bytes:
     while not store.check([key]):
         failure = published_failure(store, 0, timeout_s=0.0)
         if failure is not None:
-            raise PeerLost(f"Gave up waiting for {what} because {failure.summary()}")
+            raise PeerLost(f"Gave up waiting for {what}.")
         if time.monotonic() > give_up_at_s:
             raise PeerLost(f"Waited {START_TIMEOUT_S:.0f} s for {what}. Look at the other workers' logs.")
         time.sleep(_POLL_S)  # store.wait would log every time-out as a warning
@@ -127,13 +127,12 @@ def leader_first(world: World, name: str, work: Callable[[], _T]) -> _T:
     """Do ``work`` on the first worker of each machine, then on its others, which find it in the cache."""
     if world.size == 1:
         return work()
-    store = PrefixStore("leader", world.store)
-    key = f"{name}/{world.rank - world.local_rank}"
+    key = f"leader/{name}/{world.rank - world.local_rank}"
     if world.local_rank == 0:
         result = work()
-        store.set(key, "done")
+        world.store.set(key, "done")
         return result
-    wait_for(store, key, f"worker {world.rank - world.local_rank} to capture the model")
+    wait_for(world.store, key, f"worker {world.rank - world.local_rank} to capture the model")
     return work()
 
 

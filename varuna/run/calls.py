@@ -1,0 +1,89 @@
+"""Whether all workers make the same calls: train, evaluate and full_state_dict are things that all do together.
+
+Every worker tells in the store which call it makes, as number and name: one message per step that nobody
+answers. A call that is rare waits until all others make it too, and so finds out if one of them makes another
+one, which would leave both waiting for messages that never come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from varuna.errors import PeerLost, ProtocolError
+from varuna.run.failure import published_failure
+from varuna.run.world import World
+
+_POLL_S = 0.01
+_END = "the end of its script"
+
+
+class Calls:
+    """The calls of one generation on this worker.
+
+    Args:
+        world: this worker.
+        generation: number of the generation.
+    """
+
+    def __init__(self, world: World, generation: int) -> None:
+        self._world = world
+        self._generation = generation
+        self._store = PrefixStore(f"calls-{generation}", world.store)
+        self._made = [0]
+        self._is_alone = world.size == 1
+        if not self._is_alone:
+            weakref.finalize(self, _tell_end, self._store, world.rank, self._made)
+
+    def announce(self, call: str) -> None:
+        """Tell that this worker makes this call now, without waiting for anybody."""
+        self._made[0] += 1
+        if not self._is_alone:
+            self._store.set(str(self._world.rank), f"{self._made[0]} {call}")
+
+    def meet(self, call: str) -> None:
+        """Return when every worker has made this call.
+
+        Raises:
+            ProtocolError: another worker makes a different one, or its script has ended.
+            PeerLost: another worker has told that it failed.
+        """
+        self.announce(call)
+        if self._is_alone:
+            return
+        for rank in range(self._world.size):
+            if rank != self._world.rank:
+                self._wait_for(rank, call)
+
+    def _wait_for(self, rank: int, call: str) -> None:
+        mine = self._made[0]
+        while True:
+            theirs = self._call_of(rank)
+            if theirs is not None:
+                index, name = theirs
+                if (index == mine and name not in (call, _END)) or (index < mine and name == _END):
+                    raise ProtocolError(
+                        f"Worker {self._world.rank} is at {call}, but worker {rank} is at {name}. Call train, "
+                        f"evaluate and full_state_dict on every worker, in the same order and never under "
+                        f"`if job.rank == 0`."
+                    )
+                if index >= mine:
+                    return
+            failure = published_failure(self._world.store, self._generation, timeout_s=0.0)
+            if failure is not None:
+                raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}.")
+            time.sleep(_POLL_S)
+
+    def _call_of(self, rank: int) -> tuple[int, str] | None:
+        if not self._store.check([str(rank)]):
+            return None
+        index, _, name = self._store.get(str(rank)).decode().partition(" ")
+        return int(index), name
+
+
+def _tell_end(store: Store, rank: int, made: list[int]) -> None:
+    with contextlib.suppress(DistError):  # the store went first: the job is over
+        store.set(str(rank), f"{made[0]} {_END}")
