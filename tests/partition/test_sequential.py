@@ -218,3 +218,14 @@ def test_errors_of_loss_functions_and_batches() -> None:
     broken = nn.Sequential(nn.Linear(5, 3))
     with pytest.raises(CaptureError, match="Module '0'"):
         partition_chain(broken, signature_of(torch.randn(2, 4)), training=True, loss_fn=torch.sum)
+
+
+def test_kept_captures_of_different_loss_functions_are_kept_apart(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    batch = (torch.randn(2, 4), torch.randn(2, 3))
+    losses = [lambda output, target: (output - target).sum(), lambda output, target: (output + target).sum()]
+    for loss_fn in [*losses, *losses]:
+        divided = partition(model, batch, loss_fn=loss_fn, cache_dir=tmp_path)
+        found = divided.sections[0].run({"0": batch[0], "1": batch[1]}, ())[0]
+        torch.testing.assert_close(found, loss_fn(model(batch[0]), batch[1]))
+    assert divided.from_cache

@@ -16,7 +16,7 @@ from varuna.partition.capture import capture
 from varuna.partition.flow import flow_of
 from varuna.partition.graph import Autocast, CapturedGraph
 from varuna.partition.key import capture_key
-from varuna.partition.loss_fn import LossFunction, forward_with_loss
+from varuna.partition.loss_fn import LossFunction, describe_loss_fn, forward_with_loss
 from varuna.partition.recut import positions_like
 from varuna.partition.section import Partition
 from varuna.partition.sequential import is_chain, partition_chain
@@ -56,53 +56,58 @@ def partition(
         CaptureError: the model cannot be captured.
         CutPointError: a cut point cannot be used, or ``like`` cannot be followed.
     """
-    signature = batch if isinstance(batch, InputSignature) else signature_of(batch)
     try:
-        with forward_with_loss(model, loss_fn):
-            graph, from_cache = _captured(
-                model,
-                batch,
-                signature,
-                training=training,
-                autocast=autocast,
-                opaque=opaque,
-                cache_dir=cache_dir,
-            )
+        graph, from_cache = _captured(
+            model,
+            batch,
+            training=training,
+            autocast=autocast,
+            opaque=opaque,
+            loss_fn=loss_fn,
+            cache_dir=cache_dir,
+        )
     except CaptureError:
         if not is_chain(model):
             raise
         assert isinstance(model, nn.Sequential)
+        signature = _signature(batch)
         return partition_chain(
             model, signature, training=training, cut_points=cut_points, loss_fn=loss_fn, like=like
         )
-    if device is not None:
-        graph = graph.to_device(device)
-    made = partition_of(model, graph, cut_points=cut_points, like=like)
+    made = partition_of(
+        model, graph if device is None else graph.to_device(device), cut_points=cut_points, like=like
+    )
     return dataclasses.replace(made, from_cache=from_cache)
+
+
+def _signature(batch: object) -> InputSignature:
+    return batch if isinstance(batch, InputSignature) else signature_of(batch)
 
 
 def _captured(
     model: nn.Module,
     batch: object,
-    signature: InputSignature,
     *,
     training: bool,
     autocast: Autocast | None,
     opaque: Sequence[str],
+    loss_fn: LossFunction | None,
     cache_dir: Path | None,
 ) -> tuple[CapturedGraph, bool]:
     """The captured graph, and whether it was kept from an earlier run."""
-    if cache_dir is None:
-        return capture(model, batch, training=training, autocast=autocast, opaque=opaque), False
-    num_samples = 0 if isinstance(batch, InputSignature) else num_samples_of(flatten_batch(batch))
-    key = capture_key(model, signature, training, autocast, extra=[*opaque, str(num_samples)])
-    path = None if key is None else cache_dir / key
-    if path is not None and path.exists():
-        try:
-            return load_graph(path), True
-        except StoreError:  # of another version or damaged: capture again, leave it alone
-            path = None
-    graph = capture(model, batch, training=training, autocast=autocast, opaque=opaque)
+    with forward_with_loss(model, loss_fn):
+        path = None
+        if cache_dir is not None:
+            num_samples = 0 if isinstance(batch, InputSignature) else num_samples_of(flatten_batch(batch))
+            extra = [*opaque, str(num_samples), describe_loss_fn(loss_fn)]
+            key = capture_key(model, _signature(batch), training, autocast, extra=extra)
+            path = None if key is None else cache_dir / key
+        if path is not None and path.exists():
+            try:
+                return load_graph(path), True
+            except StoreError:  # of another version or damaged: capture again, leave it alone
+                path = None
+        graph = capture(model, batch, training=training, autocast=autocast, opaque=opaque)
     if path is not None:
         with contextlib.suppress(StoreError):  # something without a stored form: captured again next time
             save_graph(graph, path)

@@ -77,7 +77,7 @@ class ChainBatch:
         if loss_fn is None and (rest or len(entries) != 1):
             raise UserError(
                 "The model is a chain of modules, which takes one value, but the batch has "
-                f"{len(listed) + len(named)}. Give loss_fn=..., which gets the other values, or return one value "
+                f"{len(listed) + len(named)}. Give loss_fn=..., which gets the others, or return one value "
                 "from the collate function."
             )
         if len(entries) != 1:
