@@ -251,6 +251,7 @@ def test_a_fixed_number_of_samples() -> None:
     graph = _train(model, torch.randn(6, 4))
     assert not graph.dynamic_batch
     assert graph.example_batch_size == 6
+    assert "reshape(3, -1)" in graph.static_reason
     assert_same_gradients(model, graph, torch.randn(6, 4))
     assert (
         capture(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from varuna.partition.retry import (
     leaf_paths,
     next_leaf,
     raise_own,
+    what_happened,
 )
 from varuna.partition.signature import (
     InputSignature,
@@ -150,6 +151,7 @@ class _Whole(nn.Module):
 
 def _capture_with(attempt: _Attempt, leaves: Sequence[str], fixed_size: int) -> CapturedGraph:
     """With a symbolic number of samples if the model allows it, else with a fixed one."""
+    reason = "no tensor of the batch has a batch dimension"
     has_batch_dim = any(spec.has_batch_dim for spec in attempt.signature.tensors)
     if has_batch_dim:
         try:
@@ -160,8 +162,9 @@ def _capture_with(attempt: _Attempt, leaves: Sequence[str], fixed_size: int) -> 
             raise_own(error)
             if is_data_dependent(error):
                 raise
+            reason = what_happened(error, attempt.model)
     try:
-        return _capture_once(attempt, leaves, None, fixed_size)
+        return replace(_capture_once(attempt, leaves, None, fixed_size), static_reason=reason)
     except Exception as error:
         raise_own(error)
         raise

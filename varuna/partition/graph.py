@@ -59,6 +59,7 @@ class CapturedGraph:
         signature: the batch it was captured for.
         training: captured in train mode.
         dynamic_batch: any number of samples; otherwise only ``example_batch_size``.
+        static_reason: why the number of samples is fixed; empty if it is not.
         example_batch_size: number of samples that ``meta["val"]`` stands for.
         opaque: paths of the leaves, the user's and those found by themselves.
         device: the device that factory functions in the graph name, until ``to_device``.
@@ -74,6 +75,7 @@ class CapturedGraph:
     training: bool
     dynamic_batch: bool
     example_batch_size: int
+    static_reason: str = ""
     opaque: tuple[str, ...] = ()
     device: str = "cpu"
     aliases: dict[str, str] = field(default_factory=dict)

@@ -216,7 +216,7 @@ def _size_at(size: Size, batch: Size, batch_size: int) -> int:
     if isinstance(size, int) or isinstance(batch, int):
         return int(size)
     expression = size.node.expr.xreplace({batch.node.expr: batch_size})
-    if not expression.is_number:
+    if not isinstance(expression, int) and not expression.is_number:
         raise CaptureError(f"An opaque module's input has a size that depends on values ({expression}).")
     return int(expression)
 

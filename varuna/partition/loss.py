@@ -113,12 +113,17 @@ def _read_loss(output: Loss) -> tuple[OutputSpec, tuple[Tensor, ...]]:
     loss = _one_element(output.sum, "sum")
     if isinstance(output.weight, Tensor):
         return OutputSpec(form="sum"), (loss, _one_element(output.weight, "weight"))
-    if isinstance(output.weight, (torch.SymInt, torch.SymFloat)):  # a size, while the model is captured
+    if _is_symbolic(output.weight):
         weight = torch.full((), output.weight, dtype=torch.float64, device=loss.device)
         return OutputSpec(form="sum"), (loss, weight)
     if isinstance(output.weight, (int, float)):
         return OutputSpec(form="sum", weight=float(output.weight)), (loss,)
     raise LossError(f"varuna.Loss.weight must be a number or a tensor, got {describe(output.weight)}.")
+
+
+def _is_symbolic(weight: object) -> bool:
+    """Whether it was computed from sizes while the model is captured, so that it is no plain number."""
+    return isinstance(weight, (torch.SymInt, torch.SymFloat))
 
 
 def _find_loss(output: Any) -> Tensor | None:

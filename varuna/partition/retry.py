@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from varuna.errors import CaptureError, VarunaError
-from varuna.partition.blame import Blame, causes, find_blame
+from varuna.partition.blame import causes, find_blame
 from varuna.partition.cutpoint import CutPoint
 from varuna.partition.leaf import ProbeError
 
@@ -63,7 +63,7 @@ def next_leaf(error: Exception, model: nn.Module, leaves: Sequence[str]) -> str:
         raise as_error(error, model) from error
     obstacle = _obstacle(model, path)
     if obstacle:
-        raise CaptureError(f"{_what_happened(error, blame)} {obstacle} {WAYS_OUT}") from error
+        raise CaptureError(f"{what_happened(error, model)} {obstacle} {WAYS_OUT}") from error
     return path
 
 
@@ -95,14 +95,16 @@ def as_error(error: Exception, model: nn.Module) -> CaptureError:
     ]
     if lost:
         return CaptureError(
-            f"{_what_happened(error, find_blame(error, model))} The model was built on the meta device and "
+            f"{what_happened(error, model)} The model was built on the meta device and "
             f"has plain "
             f"tensor attributes without values: {', '.join(lost)}. Make them buffers with register_buffer."
         )
-    return CaptureError(f"{_what_happened(error, find_blame(error, model))} {WAYS_OUT}")
+    return CaptureError(f"{what_happened(error, model)} {WAYS_OUT}")
 
 
-def _what_happened(error: Exception, blame: Blame) -> str:
+def what_happened(error: Exception, model: nn.Module) -> str:
+    """In which module and at which line capture stopped, and why."""
+    blame = find_blame(error, model)
     inside = f" (in module {blame.modules[-1]!r})" if blame.modules and blame.modules[-1] else ""
     if is_data_dependent(error):
         return (
