@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--precision", default="auto", help="fp32, bf16, fp16, or auto: bf16 where it is fast")
     parser.add_argument("--eval-every", type=int, default=50, help="steps between validations")
     parser.add_argument("--eval-samples", type=int, default=64, help="sequences in a validation")
