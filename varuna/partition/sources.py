@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 import types
@@ -25,8 +26,8 @@ _STANDARD = tuple(
     if sysconfig.get_path(name)
 )
 _PACKAGES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib"))
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_VARUNA = str(Path(__file__).resolve().parent.parent)
+_TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
+_VARUNA = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 
 
 def source_path(module: types.ModuleType | None) -> str | None:
@@ -43,20 +44,22 @@ def is_compiled(module: types.ModuleType | None) -> bool:
 
 def is_standard(path: str) -> bool:
     """Whether versions already tell what is in the file: Python's own library, torch, or this package."""
-    resolved = str(Path(path).resolve())
-    if resolved.startswith((_TORCH, _VARUNA)):
+    # Most loaded modules are seen to be so as they are written; looking for links takes far longer.
+    return _lies_in_standard(path) or _lies_in_standard(str(Path(path).resolve()))
+
+
+def _lies_in_standard(path: str) -> bool:
+    if path.startswith((_TORCH, _VARUNA)):
         return True
-    return (
-        resolved.startswith(_STANDARD)
-        and not resolved.startswith(_PACKAGES)
-        and "site-packages" not in resolved
-    )
+    return path.startswith(_STANDARD) and not path.startswith(_PACKAGES) and "site-packages" not in path
 
 
 def is_users(path: str) -> bool:
     """Whether the file is neither Python's nor an installed package's."""
+    if is_standard(path):
+        return False
     resolved = str(Path(path).resolve())
-    return not is_standard(path) and not resolved.startswith(_PACKAGES) and "site-packages" not in resolved
+    return not resolved.startswith(_PACKAGES) and "site-packages" not in resolved
 
 
 def packages_used(module: types.ModuleType) -> set[str]:
