@@ -23,14 +23,15 @@ from varuna.partition.convert import Names, convert
 from varuna.partition.fakes import fake_inputs, fake_tensors, training_mode
 from varuna.partition.gradmode import RecordGradMode
 from varuna.partition.graph import Autocast, CapturedGraph
-from varuna.partition.leaf import LeafTracer, ProbeError
+from varuna.partition.leaf import LeafTracer
+from varuna.partition.leafprobe import ProbeError
 from varuna.partition.loss import OutputSpec, read_output
 from varuna.partition.retry import (
     DATA_DEPENDENT,
     as_error,
     is_data_dependent,
     leaf_paths,
-    next_leaf,
+    next_leaves,
     raise_own,
     what_happened,
 )
@@ -82,9 +83,9 @@ def capture(
         except VarunaError:
             raise
         except Exception as error:
-            path = next_leaf(error, model, leaves)
-            reasons[path] = error
-            leaves = leaf_paths(model, [*leaves, path])
+            found = next_leaves(error, model, leaves)
+            reasons.update(dict.fromkeys(found, error))
+            leaves = leaf_paths(model, [*leaves, *found])
     raise AssertionError("every retry adds a leaf, so there are no more retries than modules")
 
 

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from varuna.errors import CaptureError
 from varuna.partition.gradmode import Detacher, is_grad_mode
-from varuna.partition.leaf import LeafCall, Slot
+from varuna.partition.leaf import LeafCall
+from varuna.partition.leafprobe import Slot
 from varuna.partition.nodes import (
     ROOT,
     Sizes,

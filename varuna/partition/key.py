@@ -45,22 +45,8 @@ _MAX_DEPTH = 40
 _OWN_SOURCES = Path(__file__).parent
 # the files of this package that decide what a captured graph is
 _CAPTURING = (
-    *("blame", "capture", "convert", "cutpoint", "encode", "fakes", "gradmode", "graph", "key", "leaf"),
-    *("loss", "nodes", "retry", "signature", "sources", "store"),
-)
-_SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape
-_PER_PROCESS_ATTRIBUTES = frozenset({"_original_object_hash"})  # transformers' hash(str) of a generation config
-_BY_REPR = (
-    type(None),
-    bool,
-    int,
-    str,
-    bytes,
-    complex,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+    *("batch", "blame", "capture", "convert", "cutpoint", "encode", "fakes", "gradmode", "graph", "key"),
+    *("leaf", "leafprobe", "loss", "nodes", "retry", "signature", "sources", "store"),
 )
 
 

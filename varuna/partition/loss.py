@@ -103,7 +103,7 @@ def describe(value: object, depth: int = 2) -> str:
 
 def shape_text(value: Tensor) -> str:
     """The shape as Python prints it; a size that follows the number of samples is ``batch``."""
-    sizes = ["batch" if isinstance(size, torch.SymInt) else str(int(size)) for size in value.shape]
+    sizes = ["batch" if _is_symbolic(size) else str(int(size)) for size in value.shape]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
@@ -121,9 +121,9 @@ def _read_loss(output: Loss) -> tuple[OutputSpec, tuple[Tensor, ...]]:
     raise LossError(f"varuna.Loss.weight must be a number or a tensor, got {describe(output.weight)}.")
 
 
-def _is_symbolic(weight: object) -> bool:
+def _is_symbolic(number: object) -> bool:
     """Whether it was computed from sizes while the model is captured, so that it is no plain number."""
-    return isinstance(weight, (torch.SymInt, torch.SymFloat))
+    return isinstance(number, (torch.SymInt, torch.SymFloat))
 
 
 def _find_loss(output: Any) -> Tensor | None:

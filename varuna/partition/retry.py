@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from varuna.errors import CaptureError, VarunaError
 from varuna.partition.blame import causes, find_blame
 from varuna.partition.cutpoint import CutPoint
-from varuna.partition.leaf import ProbeError
+from varuna.partition.leafprobe import ProbeError
 
 LARGEST_LEAF_SHARE = 0.8
 
@@ -55,8 +55,12 @@ def leaf_paths(model: nn.Module, paths: Sequence[str]) -> list[str]:
     return sorted({path for path in known if not any(path.startswith(f"{other}.") for other in known)})
 
 
-def next_leaf(error: Exception, model: nn.Module, leaves: Sequence[str]) -> str:
-    """The module to make opaque because of ``error``. Raises CaptureError if none may be."""
+def next_leaves(error: Exception, model: nn.Module, leaves: Sequence[str]) -> list[str]:
+    """The modules to make opaque because of ``error``: the innermost one and all others of its class.
+
+    Raises:
+        CaptureError: none may be opaque.
+    """
     blame = find_blame(error, model)
     path = blame.modules[-1] if blame.modules else ""
     if not path or path in leaves:
@@ -64,7 +68,11 @@ def next_leaf(error: Exception, model: nn.Module, leaves: Sequence[str]) -> str:
     obstacle = _obstacle(model, path)
     if obstacle:
         raise CaptureError(f"{what_happened(error, model)} {obstacle} {WAYS_OUT}") from error
-    return path
+    kind = type(model.get_submodule(path))
+    if kind.__module__.startswith("torch."):
+        return [path]
+    alike = [other for other, module in model.named_modules() if type(module) is kind and other]
+    return [other for other in alike if other == path or not _obstacle(model, other)]
 
 
 def _obstacle(model: nn.Module, path: str) -> str:

@@ -1,13 +1,6 @@
-"""What a batch looks like apart from its number of samples, and how it is given to ``forward``.
+"""What a batch looks like apart from its number of samples.
 
-A batch is any nesting of mappings, lists, tuples, named tuples and dataclasses over tensors and constants
-(None, bool, int, float, str). ``flatten_batch`` names every tensor by its path (``"input_ids"``, ``"0"``,
-``"labels.x"``); ``InputSignature`` is the hashable rest. Two batches with equal signatures can be run by the
-same captured graph.
-
-At the top level a mapping means ``forward(**batch)``, a list or tuple ``forward(*batch)``, anything else
-``forward(batch)``. Inside, every mapping is rebuilt as a plain dict; named tuples and dataclasses as their own
-class.
+``InputSignature`` is hashable; two batches with equal signatures can be run by the same captured graph.
 """
 
 from __future__ import annotations
@@ -15,19 +8,38 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna.errors import DataError
+from varuna.partition.batch import (
+    Constant,
+    FlatBatch,
+    Node,
+    call_arguments,
+    flatten_batch,
+    node_from_json,
+    num_samples_of,
+    rebuild,
+)
 
-Constant = None | bool | int | float | str
-
-_CONSTANT_TYPES = (type(None), bool, int, float, str)
+__all__ = [
+    "Constant",
+    "FlatBatch",
+    "InputSignature",
+    "Node",
+    "TensorSpec",
+    "call_arguments",
+    "example_batch",
+    "flatten_batch",
+    "num_samples_of",
+    "rebuild",
+    "signature_of",
+    "signature_of_flat",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +69,6 @@ class TensorSpec:
     def full_shape(self, num_samples: int) -> tuple[int, ...]:
         """All sizes for a batch of ``num_samples``."""
         return (num_samples, *self.shape) if self.has_batch_dim else self.shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """One node of a batch's tree.
-
-    Attributes:
-        kind: tensor, constant, mapping, list, tuple, namedtuple or dataclass.
-        key: path of a tensor, else empty.
-        names: keys of a mapping, fields of a dataclass or named tuple; matched with ``children``.
-        children: the nodes inside.
-        type_name: ``module:qualname`` for a named tuple or dataclass; the type's name for a constant.
-        text: a constant's value as text.
-    """
-
-    kind: str
-    key: str = ""
-    names: tuple[str, ...] = ()
-    children: tuple[Node, ...] = ()
-    type_name: str = ""
-    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,35 +112,7 @@ class InputSignature:
             )
             for item in raw["tensors"]
         )
-        return InputSignature(tensors=tensors, tree=_node_from_json(raw["tree"]))
-
-
-@dataclass(frozen=True)
-class FlatBatch:
-    """A batch by key. ``constants`` has the non-tensors; both are in the batch's own order."""
-
-    tensors: dict[str, Tensor]
-    constants: dict[str, Constant]
-    tree: Node
-
-
-def flatten_batch(batch: object) -> FlatBatch:
-    """Names every tensor of a batch by its path.
-
-    Raises:
-        DataError: no tensor in it, something that is neither a container, a tensor nor a constant, or two equal
-            paths.
-    """
-    tensors: dict[str, Tensor] = {}
-    constants: dict[str, Constant] = {}
-    tree = _flatten(batch, "", tensors, constants)
-    if not tensors:
-        raise DataError(
-            f"The batch ({type(batch).__name__}) has no tensor in it. The collate function must return "
-            f"tensors: a "
-            f"tensor, or a dict, list or tuple of them."
-        )
-    return FlatBatch(tensors=tensors, constants=constants, tree=tree)
+        return InputSignature(tensors=tensors, tree=node_from_json(raw["tree"]))
 
 
 def signature_of(batch: object, batch_dim_size: int | None = None) -> InputSignature:
@@ -172,43 +135,6 @@ def signature_of_flat(flat: FlatBatch, num_samples: int) -> InputSignature:
     )
 
 
-def num_samples_of(flat: FlatBatch) -> int:
-    """Size of dimension 0 that most tensors have; the first one's on a tie. 1 if all are 0-dimensional."""
-    sizes = [tensor.shape[0] for tensor in flat.tensors.values() if tensor.dim() > 0]
-    return max(sizes, key=sizes.count) if sizes else 1
-
-
-def rebuild(tree: Node, tensors: Mapping[str, Any]) -> Any:
-    """The batch again, with ``tensors`` (by key) in their places.
-
-    Raises:
-        DataError: a named tuple's or dataclass's type is not known in this process.
-    """
-    if tree.kind == "tensor":
-        return tensors[tree.key]
-    if tree.kind == "constant":
-        return _constant_of(tree)
-    children = [rebuild(child, tensors) for child in tree.children]
-    if tree.kind == "list":
-        return children
-    if tree.kind == "tuple":
-        return tuple(children)
-    by_name = dict(zip(tree.names, children, strict=True))
-    if tree.kind == "mapping":
-        return by_name
-    return _find_type(tree.type_name)(**by_name)
-
-
-def call_arguments(tree: Node, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments with which ``forward`` is called for this batch."""
-    batch = rebuild(tree, tensors)
-    if tree.kind == "mapping":
-        return (), batch
-    if tree.kind in ("list", "tuple"):
-        return tuple(batch), {}
-    return (batch,), {}
-
-
 def example_batch(signature: InputSignature, num_samples: int, device: str | torch.device = "meta") -> Any:
     """A batch of zeros with this signature, so that a worker that reads no data can capture."""
     tensors = {
@@ -218,61 +144,6 @@ def example_batch(signature: InputSignature, num_samples: int, device: str | tor
     return rebuild(signature.tree, tensors)
 
 
-# --- inside ---------------------------------------------------------------------------------
-
-
-def _flatten(value: object, path: str, tensors: dict[str, Tensor], constants: dict[str, Constant]) -> Node:
-    if isinstance(value, Tensor):
-        _add(tensors, path or "0", value)
-        return Node(kind="tensor", key=path or "0")
-    if isinstance(value, _CONSTANT_TYPES):
-        _add(constants, path or "0", value)
-        return Node(kind="constant", type_name=_constant_type(value), text=_constant_text(value))
-    kind, type_name, names, children = _open(value, path)
-    inner = tuple(
-        _flatten(child, f"{path}.{name}" if path else name, tensors, constants)
-        for name, child in zip(names, children, strict=True)
-    )
-    kept_names = () if kind in ("list", "tuple") else tuple(names)
-    return Node(kind=kind, type_name=type_name, names=kept_names, children=inner)
-
-
-class _Opened(NamedTuple):
-    kind: str
-    type_name: str
-    names: list[str]
-    children: list[Any]
-
-
-def _open(value: object, path: str) -> _Opened:
-    if isinstance(value, Mapping):
-        if not all(isinstance(name, str) for name in value):
-            raise DataError(
-                f"A mapping in the batch at {path or 'the top'} has keys that are not text: {list(value)!r}."
-            )
-        return _Opened("mapping", "", list(value), list(value.values()))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _Opened("namedtuple", _type_name(type(value)), list(value._fields), list(value))
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return _Opened(kind, "", [str(index) for index in range(len(value))], list(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return _Opened("dataclass", _type_name(type(value)), names, [getattr(value, name) for name in names])
-    raise DataError(
-        f"The batch holds a {type(value).__name__} at {path or 'the top'}. A batch may hold tensors, None, "
-        f"bool, int, "
-        f"float, str, and dicts, lists, tuples, named tuples or dataclasses of them. Convert it in the "
-        f"collate function."
-    )
-
-
-def _add(target: dict[str, Any], key: str, value: object) -> None:
-    if key in target:
-        raise DataError(f"Two values of the batch have the same path {key!r}. Rename one of them.")
-    target[key] = value
-
-
 def _tensor_spec(key: str, tensor: Tensor, size: int) -> TensorSpec:
     has_batch_dim = tensor.dim() > 0 and tensor.shape[0] == size
     return TensorSpec(
@@ -280,58 +151,4 @@ def _tensor_spec(key: str, tensor: Tensor, size: int) -> TensorSpec:
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape[1:] if has_batch_dim else tensor.shape),
         has_batch_dim=has_batch_dim,
-    )
-
-
-def _constant_text(value: Constant) -> str:
-    if isinstance(value, float):
-        return float(value).hex()
-    if isinstance(value, str):
-        return str(value)
-    return repr(value)
-
-
-_READ_CONSTANT: dict[str, Callable[[str], Constant]] = {
-    "NoneType": lambda text: None,
-    "bool": lambda text: text == "True",
-    "int": int,
-    "float": float.fromhex,
-    "str": str,
-}
-
-
-def _constant_type(value: Constant) -> str:
-    return next(kind.__name__ for kind in _CONSTANT_TYPES if isinstance(value, kind))
-
-
-def _constant_of(node: Node) -> Constant:
-    return _READ_CONSTANT[node.type_name](node.text)
-
-
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _find_type(type_name: str) -> Callable[..., Any]:
-    module_name, _, path = type_name.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type):
-        raise DataError(
-            f"The batch holds a {path} of module {module_name}, which this process has not imported or which "
-            f"is defined "
-            f"inside a function. Define the class at the top level of a module."
-        )
-    return found
-
-
-def _node_from_json(raw: Mapping[str, Any]) -> Node:
-    return Node(
-        kind=raw["kind"],
-        key=raw["key"],
-        names=tuple(raw["names"]),
-        children=tuple(_node_from_json(child) for child in raw["children"]),
-        type_name=raw["type_name"],
-        text=raw["text"],
     )
