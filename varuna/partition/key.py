@@ -48,6 +48,10 @@ _CAPTURING = (
     *("batch", "blame", "capture", "convert", "cutpoint", "encode", "fakes", "gradmode", "graph", "key"),
     *("leaf", "leafprobe", "loss", "nodes", "retry", "signature", "sources", "store"),
 )
+_SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape
+_PER_PROCESS_ATTRIBUTES = frozenset({"_original_object_hash"})  # transformers' hash(str) of a generation config
+_PLAIN = (type(None), bool, int, str, bytes, complex)
+_BY_REPR = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def capture_key(
