@@ -7,6 +7,7 @@ JSON. No torch here: the launcher reads records too.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import traceback
@@ -94,6 +95,16 @@ def mark_place(error: BaseException, place: FailurePlace) -> None:
     if getattr(error, _PLACE_ATTRIBUTE, None) is None:
         setattr(error, _PLACE_ATTRIBUTE, place)
         error.add_note(f"Varuna: this happened in {place}.")
+
+
+@contextlib.contextmanager
+def marked(place: FailurePlace) -> Iterator[None]:
+    """Mark what is raised inside with this place."""
+    try:
+        yield
+    except Exception as error:
+        mark_place(error, place)
+        raise
 
 
 def place_of(error: BaseException) -> FailurePlace:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from varuna.config import LayoutConfig, WorldConfig, cache_dir
 from varuna.errors import ConfigError, PeerLost, RunError
 from varuna.events import Evaluated, Event, EventBus, StepFinished, TrainFinished, TrainStarted
+from varuna.failure import FailurePlace, marked
 from varuna.observe import progress_listener
 from varuna.partition.sequential import as_module
 from varuna.run.commit import apply_update, decide
@@ -267,7 +268,8 @@ class Varuna:
         with self._guarded(), preserved_generators(self._device):
             committed = generation.run_step(self._step_index, self._scaler.scale)
             update = decide(committed, clip_grad_norm=self._clip_grad_norm, scaler=self._scaler)
-            apply_update(update, generation.parameters.values(), self._optimizer, self._lr_scheduler)
+            with marked(FailurePlace(step_index=self._step_index, operation="optimizer step")):
+                apply_update(update, generation.parameters.values(), self._optimizer, self._lr_scheduler)
         self._scaler = update.scaler
         duration_s = time.monotonic() - started_s
         tokens = tokens_per_sample(generation.partitions.signature)

@@ -188,7 +188,7 @@ def _call(context: StepContext, operation: str, micro_batch_index: int, work: Ca
     """Run user code; say where it failed if it fails."""
     try:
         return work()
-    except VarunaError as error:
+    except (VarunaError, SystemExit) as error:
         mark_place(error, _failure_place(context, operation, micro_batch_index))
         raise
     except Exception as error:

@@ -33,7 +33,7 @@ class Pending:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"{self._what} failed: {_reason(error)}") from error
+            raise PeerLost(f"{self._what} failed: {_reason(error)}.") from error
 
 
 class Group:
@@ -123,9 +123,9 @@ class Group:
         try:
             return Pending(call(self.process_group), what)
         except RuntimeError as error:
-            raise PeerLost(f"{what} failed: {_reason(error)}") from error
+            raise PeerLost(f"{what} failed: {_reason(error)}.") from error
 
 
 def _reason(error: RuntimeError) -> str:
     """What gloo says, without the source line before it and the advice after it."""
-    return _ADVICE.split(_PLACE.sub("", str(error)))[0]
+    return _ADVICE.split(_PLACE.sub("", str(error)))[0].rstrip(".")
