@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", help="text file or folder; else the Python documentation or standard library")
     parser.add_argument("--data-mb", type=float, default=2.0, help="take at most this many megabytes of text")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer updates")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer updates")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences in a global batch")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--vocab-size", type=int, default=1024, help="tokens of the byte pair encoding")
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--precision", default="auto", help="fp32, bf16, fp16, or auto: bf16 where it is fast")
-    parser.add_argument("--eval-every", type=int, default=50, help="steps between validations")
+    parser.add_argument("--eval-every", type=int, default=40, help="steps between validations")
     parser.add_argument("--eval-samples", type=int, default=64, help="sequences in a validation")
     parser.add_argument("--sample-tokens", type=int, default=200, help="tokens to write at the end")
     parser.add_argument(
