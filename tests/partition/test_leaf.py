@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.partition.capture_models import MODELS, assert_same_gradients
 from varuna.errors import CaptureError
@@ -209,3 +210,65 @@ def test_most_of_the_model_cannot_be_a_leaf() -> None:
     model.inners = nn.ModuleList([Big()])
     with pytest.raises(CaptureError, match="holds 100% of the parameters"):
         _capture(model)
+
+
+# --- gradients of the user's own ------------------------------------------------------------
+
+
+class DoubledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return DoubledGradient.apply(x)
+
+
+class UsesDoubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.doubles = nn.Linear(4, 4), Doubles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.doubles(self.linear(x)).square().mean()
+
+
+class DoublesAtTheTop(UsesDoubles):
+    def forward(self, x: Tensor) -> Tensor:
+        return DoubledGradient.apply(self.linear(x)).square().mean()
+
+
+def test_an_autograd_function_keeps_its_backward() -> None:
+    model = UsesDoubles()
+    apply = torch.autograd.Function.__dict__["apply"]
+    graph = _capture(model)
+    assert graph.opaque == ("doubles",)
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert_same_gradients(model, graph, torch.randn(5, 4))
+    with pytest.raises(
+        CaptureError, match=r"DoubledGradient is a torch\.autograd\.Function.*test_leaf\.py:\d+"
+    ):
+        _capture(DoublesAtTheTop())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.linear, self.reentrant = nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return checkpoint(self.block, h, use_reentrant=self.reentrant).square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_of_the_model(reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+    assert_same_gradients(model, _capture(model), torch.randn(5, 4))

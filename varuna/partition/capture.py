@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 
 from varuna.errors import CaptureError, LossError, VarunaError
 from varuna.partition.convert import Names, convert
+from varuna.partition.customgrad import custom_gradients_stop
 from varuna.partition.fakes import fake_inputs, fake_tensors, training_mode
 from varuna.partition.gradmode import RecordGradMode
 from varuna.partition.graph import Autocast, CapturedGraph
@@ -29,7 +30,7 @@ from varuna.partition.loss import OutputSpec, read_output
 from varuna.partition.retry import (
     DATA_DEPENDENT,
     as_error,
-    is_data_dependent,
+    is_opaque,
     leaf_paths,
     next_leaves,
     raise_own,
@@ -135,7 +136,7 @@ class _Whole(nn.Module):
         self._tracer.batch = 1 if batched is None else batched.shape[0]
         args, kwargs = call_arguments(self._attempt.signature.tree, by_key)
         try:
-            with RecordGradMode():
+            with RecordGradMode(), custom_gradients_stop():
                 output = self.model(*args, **kwargs)
         except DATA_DEPENDENT as error:
             raise _StoppedError from error  # the exporter prints the whole graph for a RuntimeError
@@ -161,7 +162,7 @@ def _capture_with(attempt: _Attempt, leaves: Sequence[str], fixed_size: int) -> 
             raise
         except Exception as error:
             raise_own(error)
-            if is_data_dependent(error):
+            if is_opaque(error):
                 raise
             reason = what_happened(error, attempt.model)
     try:

@@ -45,8 +45,20 @@ _MAX_DEPTH = 40
 _OWN_SOURCES = Path(__file__).parent
 # the files of this package that decide what a captured graph is
 _CAPTURING = (
-    *("batch", "blame", "capture", "convert", "cutpoint", "encode", "fakes", "gradmode", "graph", "key"),
-    *("leaf", "leafprobe", "loss", "nodes", "retry", "signature", "sources", "store"),
+    *("batch", "blame", "capture", "convert", "customgrad", "cutpoint", "encode", "fakes"),
+    *(
+        "gradmode",
+        "graph",
+        "key",
+        "leaf",
+        "leafprobe",
+        "loss",
+        "nodes",
+        "retry",
+        "signature",
+        "sources",
+        "store",
+    ),
 )
 _SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape
 _PER_PROCESS_ATTRIBUTES = frozenset({"_original_object_hash"})  # transformers' hash(str) of a generation config

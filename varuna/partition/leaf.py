@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from varuna.errors import CaptureError
+from varuna.partition.customgrad import custom_gradients_run
 from varuna.partition.leafprobe import (
     Probed,
     Size,
@@ -153,6 +154,7 @@ class LeafTracer:
             with (
                 torch._C.DisableTorchFunction(),
                 _disable_current_modes(),
+                custom_gradients_run(),
                 torch.random.fork_rng(devices=[]),
                 torch.no_grad(),
             ):

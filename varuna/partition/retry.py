@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from varuna.errors import CaptureError, VarunaError
 from varuna.partition.blame import causes, find_blame
+from varuna.partition.customgrad import CustomGradientError
 from varuna.partition.cutpoint import CutPoint
 from varuna.partition.leafprobe import ProbeError
 
@@ -30,6 +31,11 @@ WAYS_OUT = (
 def is_data_dependent(error: BaseException) -> bool:
     """Whether capture stopped because the code looked at a tensor's values."""
     return any(isinstance(cause, DATA_DEPENDENT) for cause in causes(error))
+
+
+def is_opaque(error: BaseException) -> bool:
+    """Whether a graph cannot hold what stopped capture, for whatever number of samples."""
+    return is_data_dependent(error) or any(isinstance(cause, CustomGradientError) for cause in causes(error))
 
 
 def raise_own(error: BaseException) -> None:
