@@ -162,7 +162,7 @@ def _validate(plan: Plan) -> None:
             next_section = stage.end_section
             if stage.worker_index in seen or not 0 <= stage.worker_index < plan.num_workers:
                 raise PlanError(
-                    f"Worker {stage.worker_index} is used twice or is not one of the {plan.num_workers} workers."
+                    f"Worker {stage.worker_index} is used twice, or is none of the {plan.num_workers} workers."
                 )
             seen.add(stage.worker_index)
         if next_section != plan.num_sections:
