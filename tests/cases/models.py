@@ -51,7 +51,7 @@ def points(num_samples: int = 40) -> Rows:
 class Tagger(nn.Module):
     """Tokens to labels, three blocks, a mark after each part. Head and embedding may be one matrix.
 
-    ``states_weight``: returns ``varuna.Loss`` (sum over valid labels, their number), else the mean over valid ones.
+    ``states_weight``: returns ``varuna.Loss`` (sum over valid labels, their number), else their mean.
     """
 
     def __init__(self, *, states_weight: bool, tied: bool = False, dropout: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Tagger(nn.Module):
 
 
 class OwnLoss(nn.Module):
-    """Label smoothing plus distillation from a frozen teacher; the weight is the sum of the samples' importance."""
+    """Label smoothing plus distillation from a frozen teacher; the weight is the importance of the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def weighted_classes(num_samples: int = 40) -> Rows:
 
 
 class Nest(nn.Module):
-    """Four sections; ``outer`` is used in the first and the last, ``inner`` in the middle two, ``wide`` in three."""
+    """Four sections; ``outer`` is in the first and the last, ``inner`` in the middle two, ``wide`` in three."""
 
     TIED = ("outer_1.weight", "inner_1.weight", "wide_1.weight")
 
@@ -172,7 +172,7 @@ class Indices(torch.utils.data.Dataset[Any]):
 
 
 class Kinds(nn.Module):
-    """Values of every kind jump over cuts: float, integer, boolean, a detached float, a scalar, a loss-free branch."""
+    """Values of every kind jump over cuts: float, integer, boolean, a float without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class NoGradient(nn.Module):
 
 
 class Overflow(nn.Module):
-    """Forward is harmless; on the way back ``gain`` multiplies the gradient between the second and first layer."""
+    """Forward is harmless; backward multiplies the gradient between second and first layer by ``gain``."""
 
     dtype = torch.float32
 

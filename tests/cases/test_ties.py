@@ -76,7 +76,7 @@ def held_ties(model: nn.Module) -> dict[str, Tensor]:
     ("num_stages", "holders"),
     [
         (4, {"outer_1.weight": [0, 3], "inner_1.weight": [1, 2], "wide_1.weight": [0, 1, 3]}),
-        (2, dict.fromkeys(models.Nest.TIED, [0, 1, 2, 3])),
+        (2, {name: [0, 1, 2, 3] for name in models.Nest.TIED}),
     ],
     ids=["4x1", "2x2"],
 )
