@@ -46,9 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=40, help="steps between validations")
     parser.add_argument("--eval-samples", type=int, default=64, help="sequences in a validation")
     parser.add_argument("--sample-tokens", type=int, default=200, help="tokens to write at the end")
-    parser.add_argument(
-        "--prompt", default=None, help="how the text begins; default: as the validation text does"
-    )
+    parser.add_argument("--prompt", default="The ", help="how the text begins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-dir", type=Path, default=Path("runs/gpt"))
     return parser.parse_args()
@@ -158,9 +156,8 @@ def fast_precision() -> str:
 
 def write_sample(model: GPT, data: TextData, args: argparse.Namespace) -> str:
     """Text of ``--sample-tokens`` tokens after the prompt."""
-    begin = data.tokenizer.encode(args.prompt) if args.prompt else data.validation.tokens[:16]
-    tokens = torch.from_numpy(begin.astype("int64"))[None]
-    written = model.generate(tokens, args.sample_tokens, temperature=0.8, top_k=40, seed=args.seed)
+    tokens = torch.from_numpy(data.tokenizer.encode(args.prompt).astype("int64"))[None]
+    written = model.generate(tokens, args.sample_tokens, temperature=0.7, top_k=20, seed=args.seed)
     return data.tokenizer.decode(written[0].tolist())
 
 

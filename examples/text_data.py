@@ -83,7 +83,9 @@ def find_corpus(path: str | None, max_bytes: int) -> Corpus:
         SystemExit: nothing readable at ``path``.
     """
     if path is not None:
-        given = Path(path)
+        given = Path(path).expanduser()
+        if not given.exists():
+            raise SystemExit(f"--data {path}: there is no such file or folder.")
         files = sorted(p for p in given.rglob("*") if p.suffix in _SUFFIXES) if given.is_dir() else [given]
         source = str(given)
     else:
