@@ -9,6 +9,7 @@ through the pipeline, gradient sums, one commit, the same update everywhere.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.config import LayoutConfig, WorldConfig, cache_dir
-from varuna.errors import ConfigError, PeerLost, RunError
+from varuna.errors import PeerLost, RunError
 from varuna.events import Evaluated, Event, EventBus, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
 from varuna.observe import progress_listener
 from varuna.partition.sequential import as_module
+from varuna.run.arguments import (
+    check_callables,
+    check_layout,
+    check_names,
+    check_scheduler,
+    checked_batch_size,
+    checked_clip,
+    checked_num_steps,
+    checked_seed,
+)
 from varuna.run.commit import apply_update, decide
 from varuna.run.data import check_dataset
 from varuna.run.failure import explain_peer_loss, publish_failure
@@ -102,15 +113,22 @@ class Varuna:
     ) -> None:
         self._config = WorldConfig.from_env(os.environ)
         self._device = pick_device(self._config, device)
+        check_layout(layout)
         layout = layout or LayoutConfig.from_env(os.environ)
         number_format = Precision.parse(precision)
         autocast = AutocastSpec.of(number_format, self._device)
         self._model = as_module(model)
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
-        self._clip_grad_norm = _checked_clip(clip_grad_norm)
-        check_dataset(dataset, _checked_batch_size(batch_size))
+        self._clip_grad_norm = checked_clip(clip_grad_norm)
+        batch_size = checked_batch_size(batch_size)
+        check_dataset(dataset, batch_size)
         check_optimizer(optimizer, self._model)
+        check_scheduler(lr_scheduler, optimizer)
+        check_names(cut_points=cut_points, opaque=opaque)
+        check_callables(
+            loss_fn=loss_fn, loss_weight=loss_weight, collate_fn=collate_fn, init_weights=init_weights
+        )
         self._request = StartRequest(
             model=self._model,
             optimizer=optimizer,
@@ -124,7 +142,7 @@ class Varuna:
                 collate_fn=collate_fn,
                 num_data_workers=num_data_workers,
                 batch_size=batch_size,
-                seed=seed,
+                seed=checked_seed(seed),
                 autocast=autocast,
                 loss_weight=loss_weight,
                 token=self._config.token.encode() or self._config.run_id.encode(),
@@ -175,8 +193,7 @@ class Varuna:
             WorkerFailed: model, dataset or collate function raised on some worker.
             NonFiniteLoss: loss or gradient is inf or nan; no weight was changed.
         """
-        if num_steps < 0:
-            raise ConfigError(f"num_steps={num_steps}; it must be 0 or more.")
+        num_steps = checked_num_steps(num_steps)
         self._started()
         return self._train(num_steps)
 
@@ -188,8 +205,9 @@ class Varuna:
             batch_size: samples per forward pass; by default the micro-batch size.
         """
         check_dataset(dataset)
+        micro_batch_size = None if batch_size is None else checked_batch_size(batch_size)
         generation = self._started()
-        micro_batch_size = _checked_batch_size(batch_size or generation.plan.micro_batch_size)
+        micro_batch_size = micro_batch_size or generation.plan.micro_batch_size
         started_s = time.monotonic()
         with self._guarded():
             generation.calls.meet(f"evaluate (of {len(dataset)} samples by {micro_batch_size})")
@@ -280,7 +298,7 @@ class Varuna:
             weight=update.weight,
             num_samples=update.num_samples,
             grad_norm=update.grad_norm,
-            lr=rates[0],
+            lr=rates[0] if rates else math.nan,
             learning_rates=rates,
             skipped=update.skipped,
             loss_scale=update.loss_scale,
@@ -311,15 +329,3 @@ class Varuna:
         self._broken = f"an error ended it ({type(error).__name__}: {error})"
         if self._generation is not None:
             self._generation.abort(f"{type(error).__name__}: {error}")
-
-
-def _checked_batch_size(batch_size: int) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size!r}; it must be a whole number of samples, at least 1.")
-    return batch_size
-
-
-def _checked_clip(clip_grad_norm: float | None) -> float | None:
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ConfigError(f"clip_grad_norm={clip_grad_norm!r}; it must be above 0, or None for no clipping.")
-    return clip_grad_norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ class Ended:
 
     Attributes:
         codes: exit code of the command, or of each worker that ran alone.
-        seconds: from the moment the script noted (``fault`` in the directory) to the last end.
+        seconds: from the moment that the script noted in the file ``fault`` to the last end; nan if it did not.
         stdout, stderr: of the command; empty for workers alone.
         outputs: what each worker wrote to standard error.
         left: processes that outlived it.
@@ -65,11 +66,10 @@ class Job:
         """How it ended."""
         ended = self._warm.read()
         path = self._directory / "fault"
-        assert path.exists(), f"the fault did not happen: {ended}\n{_text(self._directory / 'command.err')}"
         logs = [*self._directory.glob("logs/worker-*.log"), *self._directory.glob("worker-*.err")]
         return Ended(
             codes=ended["codes"],
-            seconds=max(ended["ends_s"]) - float(path.read_text()),
+            seconds=max(ended["ends_s"]) - float(path.read_text()) if path.exists() else math.nan,
             stdout=_text(self._directory / "command.out"),
             stderr=_text(self._directory / "command.err"),
             outputs={int(re.findall(r"\d+", log.name)[0]): log.read_text() for log in logs},
@@ -83,9 +83,17 @@ class Warm:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, directory: Path, script: str, *arguments: str, cache_dir: Path | None = None) -> Job:
-        """`varuna run` of a script of ``scripts/``, 2 pipelines of 2 stages, micro-batches of 1 sample."""
-        flags = ["--workers", "4", "--stages", "2", "--micro-batch-size", "1"]
+    def run(
+        self,
+        directory: Path,
+        script: str,
+        *arguments: str,
+        workers: int = 4,
+        stages: int = 2,
+        cache_dir: Path | None = None,
+    ) -> Job:
+        """`varuna run` of a script of ``scripts/``, micro-batches of 1 sample."""
+        flags = ["--workers", str(workers), "--stages", str(stages), "--micro-batch-size", "1"]
         where = ["--log-dir", str(directory / "logs")]
         environ = _cache(cache_dir)
         return self._start(directory, "varuna", ["run", *flags, *where, _script(script), *arguments], environ)

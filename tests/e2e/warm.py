@@ -46,7 +46,7 @@ ForkedJob = Callable[[], int]
 
 
 class _Become(BaseException):
-    """Leads a forked zygote's child out of the launcher's stack, as ``zygote.main`` leads it out of its loop."""
+    """Leads a forked zygote's child out of the launcher's stack to ``main``."""
 
     def __init__(self, job: ForkedJob | None) -> None:
         super().__init__()

@@ -395,7 +395,7 @@ def test_an_error_of_the_model_itself_names_its_line() -> None:
 
 
 def test_missing_argument() -> None:
-    with pytest.raises(CaptureError, match=r"missing 1 required positional argument: 'y'"):
+    with pytest.raises(DataError, match=r"does not fit .*: missing a required argument: 'y'\. The batch has"):
         _train(_own(), {"x": torch.zeros(3, dtype=torch.int64)})
 
 

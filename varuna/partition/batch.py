@@ -11,6 +11,7 @@ class.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -109,6 +110,23 @@ def call_arguments(tree: Node, tensors: Mapping[str, Any]) -> tuple[tuple[Any, .
     if tree.kind in ("list", "tuple"):
         return tuple(batch), {}
     return (batch,), {}
+
+
+def check_call(forward: Callable[..., Any], tree: Node) -> None:
+    """Raise DataError if ``forward`` does not take the values of such a batch as its arguments."""
+    by_name: tuple[str, ...] = tree.names if tree.kind == "mapping" else ()
+    num_listed = len(tree.children) if tree.kind in ("list", "tuple") else 0 if tree.kind == "mapping" else 1
+    taken = inspect.signature(forward)
+    try:
+        taken.bind(*([None] * num_listed), **dict.fromkeys(by_name))
+    except TypeError as error:
+        values = "1 value" if num_listed == 1 else f"{num_listed} values"
+        given = f"{values}, given by position" if num_listed else f"the keys {', '.join(by_name)}"
+        raise DataError(
+            f"The batch does not fit the model, whose forward takes {taken}: {error}. The batch has {given}. "
+            f"Let the dataset or collate_fn return what forward takes, or give loss_fn if forward takes only "
+            f"a part."
+        ) from None
 
 
 def node_from_json(raw: Mapping[str, Any]) -> Node:

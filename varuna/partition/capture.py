@@ -8,8 +8,9 @@ Modules that cannot be traced become opaque leaves, innermost first.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,12 +40,14 @@ from varuna.partition.retry import (
 from varuna.partition.signature import (
     InputSignature,
     call_arguments,
+    check_call,
     flatten_batch,
     num_samples_of,
     signature_of,
 )
 
 EXAMPLE_BATCH_SIZE = 2
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def capture(
@@ -70,7 +73,7 @@ def capture(
         CaptureError: forward cannot be captured; says which line stopped it.
         CutPointError: a ``CutPoint`` is misused.
         LossError: forward does not return a loss.
-        DataError: the batch is not made of tensors and constants.
+        DataError: the batch is not made of tensors and constants, or is not what forward takes.
     """
     signature, fixed_size = _signature(batch, num_samples)
     attempt = _Attempt(model=model, signature=signature, training=training, autocast=autocast)
@@ -78,16 +81,32 @@ def capture(
     reasons: dict[str, Exception] = {}
     for _ in range(sum(1 for _ in model.modules()) + 1):
         try:
-            return _capture_with(attempt, leaves, fixed_size)
+            with _without_torchs_logs():
+                return _capture_with(attempt, leaves, fixed_size)
         except ProbeError as failed:
             raise as_error(reasons.get(failed.path, failed), model) from failed
         except VarunaError:
             raise
         except Exception as error:
+            check_call(model.forward, signature.tree)
             found = next_leaves(error, model, leaves)
             reasons.update(dict.fromkeys(found, error))
             leaves = leaf_paths(model, [*leaves, *found])
     raise AssertionError("every retry adds a leaf, so there are no more retries than modules")
+
+
+@contextlib.contextmanager
+def _without_torchs_logs() -> Iterator[None]:
+    """An attempt that fails is no news: its error is raised here, or answered with another attempt."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 # --- one attempt ----------------------------------------------------------------------------
@@ -143,9 +162,9 @@ class _Whole(nn.Module):
         output_spec, outputs = read_output(output)
         if self._attempt.training and not outputs[0].requires_grad:
             raise LossError(
-                "The loss that forward returned does not depend on any trainable parameter (it was detached, "
-                "computed "
-                "under torch.no_grad, or every parameter is frozen)."
+                "The loss that forward returned does not depend on any trainable parameter: it was detached, "
+                "computed under torch.no_grad or from integers, or every parameter is frozen. Return the loss "
+                "with its graph, and leave at least one parameter with requires_grad."
             )
         self._found.append(output_spec)
         return outputs

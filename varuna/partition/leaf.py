@@ -25,6 +25,7 @@ from varuna.errors import CaptureError
 from varuna.partition.customgrad import custom_gradients_run
 from varuna.partition.leafprobe import (
     Probed,
+    ProbeError,
     Size,
     Slot,
     describe_at,
@@ -122,7 +123,7 @@ class LeafTracer:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
         if not tensors:
-            raise CaptureError(f"The opaque module {path!r} is called without a tensor; it cannot be a leaf.")
+            raise ProbeError(path, "is called without a tensor, so it cannot be opaque")
         arguments = with_slots(leaves, path)
         probed = self._probe(module, path, own_forward, leaves, in_spec)
         trainable = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()][:1]

@@ -19,10 +19,10 @@ PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class ProbeError(Exception):
-    """A leaf raised when it was run by itself on small inputs; ``path`` is the leaf."""
+    """What a leaf returns cannot be learned, e.g. since it raised on small inputs; ``path`` is the leaf."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"The module {path!r} fails on small random inputs.")
+    def __init__(self, path: str, what: str = "fails on small random inputs") -> None:
+        super().__init__(f"The module {path!r} {what}.")
         self.path = path
 
 

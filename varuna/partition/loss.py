@@ -98,7 +98,11 @@ def describe(value: object, depth: int = 2) -> str:
         return f"{type(value).__name__}({inside})"
     if isinstance(value, (list, tuple)) and depth:
         return f"{type(value).__name__}({', '.join(describe(item, depth - 1) for item in value)})"
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        return "a number"
+    return f"an object of type {type(value).__name__}"
 
 
 def shape_text(value: Tensor) -> str:

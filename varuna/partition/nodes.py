@@ -174,10 +174,10 @@ def number_cut_points(graph: fx.Graph) -> None:
             continue
         tensor, mark = node.args
         if mark in seen:
-            places = [f"{item.meta['module_path']} at {user_line(item)}" for item in (seen[mark], node)]
+            path = seen[mark].meta["module_path"]
             raise CutPointError(
-                f"One CutPoint is called twice in one forward: {places[0]} and {places[1]}. A mark stands for "
-                f"one place; make a CutPoint of its own for each."
+                f"The CutPoint {path!r} is called twice in one forward. A mark stands for one place; make a "
+                f"CutPoint of its own for each, or call it once."
             )
         seen[mark] = node
         node.args = (tensor, len(seen) - 1)

@@ -1,8 +1,8 @@
 """How much memory this process has used at most, and how much it may still take.
 
 What it may take is the least of: what the machine has left, what is left of every control group it is in (v1
-and v2, limits of parents count too), and what is left of its address-space limit. A file cache that the kernel
-would give up counts as free, as it does for the kernel.
+and v2, limits of parents count too), and what is left of its limits on address space and data. A file cache
+that the kernel would give up counts as free, as it does for the kernel.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     proc = Path("/proc")
     left = [machine_left(proc / "meminfo"), *group_left(proc / "self/cgroup", Path("/sys/fs/cgroup"))]
-    soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft_limit != resource.RLIM_INFINITY:
-        left.append(soft_limit - _address_space_bytes(proc / "self/statm"))
+    for what, column in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
+        soft_limit, _ = resource.getrlimit(what)
+        if soft_limit != resource.RLIM_INFINITY:
+            left.append(soft_limit - _mapped_bytes(proc / "self/statm", column))
     return max(0, min(left))
 
 
@@ -105,5 +106,6 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _address_space_bytes(statm: Path) -> int:
-    return int(statm.read_text().split()[0]) * resource.getpagesize()
+def _mapped_bytes(statm: Path, column: int) -> int:
+    """Column 0: the whole address space; 5: private memory that can be written."""
+    return int(statm.read_text().split()[column]) * resource.getpagesize()

@@ -41,6 +41,8 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             f"{name} needs sparse gradients, which cannot be summed over workers. Use Adam or AdamW and "
             f"sparse=False in torch.nn.Embedding."
         )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise OptimizerError(f"The optimizer ({name}) has no parameters. Construct it over model.parameters().")
     _check_parameters(optimizer, model)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from varuna.errors import LossError
 from varuna.partition import InputSignature
 from varuna.partition.signature import signature_of_flat
 from varuna.plan import stage_schedule
@@ -207,7 +210,7 @@ class StageWorker:
         signature = signature_of_flat(micro_batch.flat, micro_batch.num_samples)
         weight = None
         if self._is_last and self._job.loss_weight is not None:
-            weight = float(self._job.loss_weight(micro_batch.batch))
+            weight = _number(self._job.loss_weight(micro_batch.batch))
         return StageInputs(
             signature=None if signature == self._partitions.signature else signature,
             tensors={
@@ -217,3 +220,14 @@ class StageWorker:
             num_samples=micro_batch.num_samples,
             weight=weight,
         )
+
+
+def _number(weight: object) -> float:
+    """The value of ``loss_weight``. Raises LossError if it is no number."""
+    if isinstance(weight, (int, float)) or (isinstance(weight, torch.Tensor) and weight.numel() == 1):
+        return float(weight)
+    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+    raise LossError(
+        f"loss_weight returned {found}; it must return a number, or a tensor with one element: how much the "
+        f"batch's mean loss counts, e.g. its number of valid tokens."
+    )

@@ -39,7 +39,7 @@ def pick_device(config: WorldConfig, device: torch.device | str | None) -> torch
         ConfigError: more workers than GPUs on this machine and no device named.
     """
     if device is not None:
-        return torch.device(device)
+        return _named_device(device)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if config.local_rank >= torch.cuda.device_count():
@@ -48,6 +48,21 @@ def pick_device(config: WorldConfig, device: torch.device | str | None) -> torch
             f"at most {torch.cuda.device_count()} workers here, or give Varuna(..., device=...)."
         )
     return torch.device("cuda", config.local_rank)
+
+
+def _named_device(device: torch.device | str) -> torch.device:
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device={device!r} is no device. Give 'cpu', 'cuda' or 'cuda:1', or None.") from None
+    if named.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}; workers compute on 'cpu' or 'cuda' devices.")
+    if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={device!r}, but this process sees {torch.cuda.device_count()} CUDA devices "
+            f"(CUDA_VISIBLE_DEVICES, the driver and the torch build decide that)."
+        )
+    return named
 
 
 def worker_memory_bytes(config: WorldConfig, device: torch.device) -> int:
