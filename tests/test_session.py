@@ -251,6 +251,7 @@ def test_a_script_alone_needs_nothing_around_it(tmp_path: Path) -> None:
     """``python train.py``: no launcher, no variables, ends by itself with nothing on standard error."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,

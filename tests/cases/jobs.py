@@ -116,7 +116,8 @@ class Training:
         """The job of this worker, not yet started, and its model."""
         model = self.make_model()
         optimizer = self.optimizer(model)
-        arguments: dict[str, Any] = {"progress": False, "check": False, "seed": 3, **self.options}
+        arguments: dict[str, Any] = {"progress": False, "check": False, "seed": 3, "device": "cpu"}
+        arguments.update(self.options)
         if self.scheduler is not None:
             arguments["lr_scheduler"] = self.scheduler(optimizer)
         layout = varuna.Layout(

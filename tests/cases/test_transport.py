@@ -76,7 +76,7 @@ def every_schedule(training: Training) -> list[dict[str, Any]]:
 
 
 def test_s25_no_schedule_waits_in_a_circle() -> None:
-    """Four real stages: every schedule, fewer and more micro-batches than stages, with and without recompute."""
+    """Four real stages: every schedule, fewer and more micro-batches than stages, some with recompute."""
     results = jobs.run_workers(4, every_schedule, NEST)
     theirs = plain.train(NEST, plain.mean_over_samples)
     assert len(results[0]) == 12
