@@ -436,7 +436,7 @@ def errors_of_two(make: Callable[[int], varuna.Varuna]) -> list[str]:
         world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
         served = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
         os.environ.update({name: str(value) for name, value in {**world, **served}.items()})
-        with pytest.raises(varuna.RunError) as caught:
+        with pytest.raises(varuna.VarunaError) as caught:
             make(rank).train(1)
         return f"{caught.type.__name__}: {caught.value}"
 
@@ -470,4 +470,17 @@ def test_workers_with_different_models() -> None:
 
     first, second = errors_of_two(make)
     assert "WeightsDiffer: The models that workers built have different graphs: worker 1 differs from" in second
+    assert "Because worker 1 failed (" in first
+
+
+def test_workers_with_different_data() -> None:
+    def make(rank: int) -> varuna.Varuna:
+        torch.manual_seed(0)
+        return make_job(dataset=SAMPLES[rank:])
+
+    first, second = errors_of_two(make)
+    assert second.startswith(
+        "ConfigError: Workers were given different settings: the dataset's length is 15 on wor"
+    )
+    assert "16 on worker 0. Every worker must run the same script on the same data." in second
     assert "Because worker 1 failed (" in first

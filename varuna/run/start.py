@@ -33,6 +33,7 @@ from varuna.run.startup import (
     agree_on_plan,
     agree_on_signature,
     compare_partitions,
+    compare_settings,
     compare_weights,
     is_on_meta,
     leader_first,
@@ -73,10 +74,20 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> Generati
     """The first generation, open. Call it on every worker.
 
     Raises:
-        UserError: the model, the data or the layout cannot work.
+        UserError: the model, the data or the layout cannot work, or workers were given different settings.
         CheckFailed, WeightsDiffer: see ``varuna.errors``.
         PeerLost: another worker gave up.
     """
+    job = request.job
+    compare_settings(
+        world,
+        {
+            "batch_size": job.batch_size,
+            "seed": job.seed,
+            "precision": request.precision.value,
+            "the dataset's length": len(job.dataset),
+        },
+    )
     convert_model(request.model, request.precision)
     shapes = _Shapes()
     signature = agree_on_signature(world, lambda: shapes.read(request))

@@ -151,6 +151,21 @@ def leader_first(world: World, name: str, work: Callable[[], _T]) -> _T:
     return work()
 
 
+def compare_settings(world: World, settings: Mapping[str, object]) -> None:
+    """Raise ConfigError, naming both values, if a setting here is not worker 0's. Values are JSON's."""
+    if world.size == 1:
+        return
+    if world.rank == 0:
+        world.store.set("settings", json.dumps(settings))
+        return
+    for name, value in json.loads(wait_for(world.store, "settings", "worker 0 to start")).items():
+        if settings[name] != value:
+            raise ConfigError(
+                f"Workers were given different settings: {name} is {settings[name]!r} on worker {world.rank} "
+                f"and {value!r} on worker 0. Every worker must run the same script on the same data."
+            )
+
+
 def compare_partitions(world: World, partition: Partition) -> None:
     """Raise WeightsDiffer if this worker's model is cut unlike worker 0's (it was built differently)."""
     _compare(
