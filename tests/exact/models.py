@@ -294,7 +294,7 @@ CASES: Sequence[ModelCase] = (
         build=_mixtral("grouped_mm"),
         columns=_causal_columns,
         dtype=torch.float32,
-        bound=1e-5,
+        bound=2e-5,  # rounding in fp32 through five steps of AdamW: about 6e-6; wrong sums give 1e-2
     ),
     ModelCase(name="mixtral_eager", build=_mixtral("eager"), columns=_causal_columns),
     ModelCase(name="resnet", build=lambda plain: own_models.ResNet(), columns=_images),
