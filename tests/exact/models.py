@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.exact import own_models
-
-NUM_SAMPLES = 64
-_TIME = 12
+from tests.exact import columns, hf_models, own_models
 
 
 class PlainLoss(NamedTuple):
@@ -91,7 +88,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         self.columns = columns
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return columns.NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Any:
         if isinstance(self.columns, tuple):
@@ -99,148 +96,12 @@ class Samples(torch.utils.data.Dataset[Any]):
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def _tokens(vocab: int, *, time: int = _TIME, low: int = 3) -> Tensor:
-    return torch.randint(low, vocab, (NUM_SAMPLES, time))
-
-
 def _language(vocab: int = 40) -> dict[str, Tensor]:
-    return {"tokens": _tokens(vocab), "targets": _tokens(vocab)}
-
-
-def _ragged_mask(time: int = _TIME) -> Tensor:
-    """``[NUM_SAMPLES, time]``: each sample has between half and all of its positions."""
-    lengths = torch.randint(time // 2, time + 1, (NUM_SAMPLES, 1))
-    return torch.arange(time) < lengths
-
-
-def _some_ignored(labels: Tensor) -> Tensor:
-    ignored = torch.rand(labels.shape) < 0.3
-    ignored[:, 1] = False
-    return labels.masked_fill(ignored, -100)
+    return {"tokens": columns.random_tokens(vocab), "targets": columns.random_tokens(vocab)}
 
 
 def _mark(plain: bool) -> Callable[[], nn.Module]:
     return nn.Identity if plain else varuna.CutPoint
-
-
-# --- Hugging Face ---------------------------------------------------------------------------
-
-
-def _gpt2(plain: bool) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=40, n_positions=16, n_embd=32, n_layer=4, n_head=4, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def _gpt2_columns() -> dict[str, Tensor]:
-    tokens = _tokens(40)
-    return {"input_ids": tokens, "labels": _some_ignored(tokens)}
-
-
-def _bert(plain: bool) -> nn.Module:
-    from transformers import BertConfig, BertForPreTraining
-
-    config = BertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForPreTraining(config)
-
-
-def _bert_columns() -> dict[str, Tensor]:
-    tokens = _tokens(40)
-    return {
-        "input_ids": tokens,
-        "attention_mask": _ragged_mask().long(),
-        "token_type_ids": torch.randint(0, 2, (NUM_SAMPLES, _TIME)),
-        "labels": _some_ignored(tokens),
-        "next_sentence_label": torch.randint(0, 2, (NUM_SAMPLES,)),
-    }
-
-
-def _llama(plain: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def _causal_columns() -> dict[str, Tensor]:
-    tokens = _tokens(40)
-    return {"input_ids": tokens, "attention_mask": _ragged_mask().long(), "labels": tokens.clone()}
-
-
-def _t5(plain: bool) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=3, num_heads=4,
-        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
-
-
-def _t5_columns() -> dict[str, Tensor]:
-    return {
-        "input_ids": _tokens(40),
-        "attention_mask": _ragged_mask().long(),
-        "labels": _some_ignored(_tokens(40, time=7)),
-    }
-
-
-def _vit(plain: bool) -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, image_size=8,
-        patch_size=4, num_channels=3, num_labels=5, problem_type="single_label_classification",
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return ViTForImageClassification(config)
-
-
-def _vit_columns() -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(NUM_SAMPLES, 3, 8, 8), "labels": torch.randint(0, 5, (NUM_SAMPLES,))}
-
-
-def _whisper(plain: bool) -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=40, num_mel_bins=8, d_model=32, encoder_layers=3, decoder_layers=3,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        max_source_positions=8, max_target_positions=16, dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, use_cache=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None,
-    )  # fmt: skip
-    return WhisperForConditionalGeneration(config)
-
-
-def _whisper_columns() -> dict[str, Tensor]:
-    return {"input_features": torch.randn(NUM_SAMPLES, 8, 16), "labels": _some_ignored(_tokens(40, time=7))}
-
-
-def _mixtral(experts: str) -> Callable[[bool], nn.Module]:
-    def build(plain: bool) -> nn.Module:
-        from transformers import MixtralConfig, MixtralForCausalLM
-
-        config = MixtralConfig(
-            vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
-            output_router_logits=True, router_aux_loss_coef=0.01, use_cache=False,
-            experts_implementation=experts,
-        )  # fmt: skip
-        return MixtralForCausalLM(config)
-
-    return build
 
 
 # --- own ------------------------------------------------------------------------------------
@@ -251,23 +112,26 @@ def _token_weighted(plain: bool) -> nn.Module:
 
 
 def _ignoring_language() -> dict[str, Tensor]:
-    return {"tokens": _tokens(40), "targets": _some_ignored(_tokens(40))}
+    return {"tokens": columns.random_tokens(40), "targets": columns.some_ignored(columns.random_tokens(40))}
 
 
 def _images() -> dict[str, Tensor]:
-    return {"images": torch.randn(NUM_SAMPLES, 3, 8, 8), "labels": torch.randint(0, 5, (NUM_SAMPLES,))}
+    return {
+        "images": torch.randn(columns.NUM_SAMPLES, 3, 8, 8),
+        "labels": torch.randint(0, 5, (columns.NUM_SAMPLES,)),
+    }
 
 
 def _points() -> tuple[Tensor, ...]:
-    return torch.randn(NUM_SAMPLES, 16), torch.randint(0, 5, (NUM_SAMPLES,))
+    return torch.randn(columns.NUM_SAMPLES, 16), torch.randint(0, 5, (columns.NUM_SAMPLES,))
 
 
 def _skips_columns() -> dict[str, Tensor]:
     return {
-        "tokens": _tokens(30),
-        "labels": _tokens(30),
-        "mask": _ragged_mask(),
-        "segments": torch.randint(0, 4, (NUM_SAMPLES, _TIME)),
+        "tokens": columns.random_tokens(30),
+        "labels": columns.random_tokens(30),
+        "mask": columns.ragged_mask(),
+        "segments": torch.randint(0, 4, (columns.NUM_SAMPLES, columns.TIME)),
     }
 
 
@@ -277,26 +141,26 @@ def _with_constants(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 def _labelled(vocab: int = 30) -> dict[str, Tensor]:
-    return {"tokens": _tokens(vocab), "labels": _tokens(vocab)}
+    return {"tokens": columns.random_tokens(vocab), "labels": columns.random_tokens(vocab)}
 
 
 CASES: Sequence[ModelCase] = (
     ModelCase(name="gpt", build=lambda plain: own_models.GPT(_mark(plain)), columns=_language),
     ModelCase(name="token_weighted", build=_token_weighted, columns=_ignoring_language),
-    ModelCase(name="gpt2", build=_gpt2, columns=_gpt2_columns),
-    ModelCase(name="bert", build=_bert, columns=_bert_columns),
-    ModelCase(name="llama", build=_llama, columns=_causal_columns),
-    ModelCase(name="t5", build=_t5, columns=_t5_columns),
-    ModelCase(name="vit", build=_vit, columns=_vit_columns),
-    ModelCase(name="whisper", build=_whisper, columns=_whisper_columns),
+    ModelCase(name="gpt2", build=hf_models.gpt2, columns=hf_models.gpt2_columns),
+    ModelCase(name="bert", build=hf_models.bert, columns=hf_models.bert_columns),
+    ModelCase(name="llama", build=hf_models.llama, columns=hf_models.causal_columns),
+    ModelCase(name="t5", build=hf_models.t5, columns=hf_models.t5_columns),
+    ModelCase(name="vit", build=hf_models.vit, columns=hf_models.vit_columns),
+    ModelCase(name="whisper", build=hf_models.whisper, columns=hf_models.whisper_columns),
     ModelCase(
         name="mixtral_grouped",
-        build=_mixtral("grouped_mm"),
-        columns=_causal_columns,
+        build=hf_models.mixtral("grouped_mm"),
+        columns=hf_models.causal_columns,
         dtype=torch.float32,
         bound=2e-5,  # rounding in fp32 through five steps of AdamW: about 6e-6; wrong sums give 1e-2
     ),
-    ModelCase(name="mixtral_eager", build=_mixtral("eager"), columns=_causal_columns),
+    ModelCase(name="mixtral_eager", build=hf_models.mixtral("eager"), columns=hf_models.causal_columns),
     ModelCase(name="resnet", build=lambda plain: own_models.ResNet(), columns=_images),
     ModelCase(
         name="sequential",
