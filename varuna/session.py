@@ -155,7 +155,7 @@ class Varuna:
                 cache_dir=cache_dir(os.environ) / "captures",
             ),
         )
-        self._scaler = LossScaler.initial(number_format, batch_size)
+        self._scaler = LossScaler.initial(number_format)
         self._bus = EventBus()
         if self.rank == 0 and progress:
             self._bus.subscribe(progress_listener() if progress is True else progress)
@@ -284,8 +284,14 @@ class Varuna:
         started_s = time.monotonic()
         rates = learning_rates(self._optimizer)
         with self._guarded(), preserved_generators(self._device):
-            committed = generation.run_step(self._step_index, self._scaler.scale)
-            update = decide(committed, clip_grad_norm=self._clip_grad_norm, scaler=self._scaler)
+            nominal_weight = float(self._request.job.batch_size)
+            committed = generation.run_step(self._step_index, self._scaler.scale / nominal_weight)
+            update = decide(
+                committed,
+                clip_grad_norm=self._clip_grad_norm,
+                scaler=self._scaler,
+                nominal_weight=nominal_weight,
+            )
             with marked(FailurePlace(step_index=self._step_index, operation="optimizer step")):
                 apply_update(update, generation.parameters.values(), self._optimizer, self._lr_scheduler)
         self._scaler = update.scaler

@@ -100,7 +100,7 @@ def train(context: Context, num_pipelines: int, micro_batch_size: int) -> dict[s
         range(d * num_micro_batches // num_pipelines, (d + 1) * num_micro_batches // num_pipelines)
         for d in range(num_pipelines)
     ]
-    scaler = LossScaler.initial(Precision.FP64, BATCH)
+    scaler = LossScaler.initial(Precision.FP64)
     norms, losses, rates = [], [], []
     for step in range(STEPS):
         part = CommitPart(generation=0, step_index=step)
@@ -173,7 +173,7 @@ def overflowing(context: Context) -> list[Any]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     holders = {f"w{rank}": (rank,) for rank in range(3)}
     reducer = GradientReducer({f"w{context.rank}": weight}, holders, groups)
-    scaler = LossScaler.initial(Precision.FP16, 4)
+    scaler = LossScaler.initial(Precision.FP16)
     history = []
     for step in range(4):
         (weight.sum() * scaler.scale).backward()
@@ -196,13 +196,21 @@ def overflowing(context: Context) -> list[Any]:
 def test_g14_overflow_on_one_worker_makes_all_skip_together() -> None:
     results = run_workers(3, overflowing)
     assert results[0] == results[1] == results[2]
-    scale = 2.0**14
+    scale = 2.0**16
     assert results[0] == [
         [False, scale, scale, [0.5, 0.5], [0.25]],
         [True, scale, scale / 2, [0.5, 0.5], [0.25]],
         [True, scale / 2, scale / 4, [0.5, 0.5], [0.25]],
         [False, scale / 4, scale / 4, [0.25, 0.25], [0.125]],
     ]
+
+
+def test_a_nominal_weight_that_is_the_weight_needs_no_pass_over_gradients() -> None:
+    committed = Committed(step_index=0, loss_sum=12.0, weight=8.0, num_samples=8, squared_norm=4.0)
+    update = decide(committed, clip_grad_norm=None, scaler=OFF, nominal_weight=8.0)
+    assert (update.factor, update.loss, update.grad_norm) == (1.0, 1.5, 2.0)
+    other = decide(committed, clip_grad_norm=None, scaler=OFF, nominal_weight=4.0)
+    assert (other.factor, other.loss, other.grad_norm) == (0.5, 1.5, 1.0)
 
 
 def non_finite(context: Context) -> str:
@@ -213,7 +221,7 @@ def non_finite(context: Context) -> str:
     committed = commit(groups, part)
     groups.close()
     with pytest.raises(NonFiniteLoss) as caught:
-        decide(committed, clip_grad_norm=None, scaler=LossScaler.initial(Precision.BF16, 8))
+        decide(committed, clip_grad_norm=None, scaler=LossScaler.initial(Precision.BF16))
     return str(caught.value)
 
 
@@ -244,7 +252,7 @@ def committed(**changes: Any) -> Committed:
     return Committed(**{**values, **changes})
 
 
-OFF = LossScaler.initial(Precision.FP32, 4)
+OFF = LossScaler.initial(Precision.FP32)
 
 
 def test_the_gradient_is_divided_once() -> None:

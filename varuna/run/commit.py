@@ -151,13 +151,17 @@ def _tag(part: CommitPart) -> float:
     return float((part.step_index * 257 + part.generation * 8191) % _TAG_RANGE)
 
 
-def decide(committed: Committed, *, clip_grad_norm: float | None, scaler: LossScaler) -> Update:
+def decide(
+    committed: Committed, *, clip_grad_norm: float | None, scaler: LossScaler, nominal_weight: float = 1.0
+) -> Update:
     """What every worker does next. Pure: equal inputs give the equal update or the equal error.
 
     Args:
         committed: the sums.
         clip_grad_norm: largest norm of the whole gradient, or None.
         scaler: the scaler whose scale this step's losses were multiplied by.
+        nominal_weight: what they were divided by beforehand; where it is the global weight, as for a mean over
+            samples, gradients need no further pass.
 
     Raises:
         NonFiniteLoss: see the module.
@@ -179,7 +183,7 @@ def decide(committed: Committed, *, clip_grad_norm: float | None, scaler: LossSc
     elif weight == 0:
         reason = "the global batch has weight zero"
     skipped = bool(reason)
-    divisor = (weight or 1.0) * scaler.scale
+    divisor = (weight or 1.0) / nominal_weight * scaler.scale
     grad_norm = math.sqrt(committed.squared_norm) / divisor if finite else math.nan
     factor = 1.0 / divisor
     if clip_grad_norm is not None and not skipped:

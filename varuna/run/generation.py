@@ -103,15 +103,15 @@ class Generation:
         )
         self._worker.start_loading()
 
-    def run_step(self, step_index: int, loss_scale: float) -> Committed:
+    def run_step(self, step_index: int, gradient_scale: float) -> Committed:
         """Forward, backward and reduction of one global batch, then the commit; no weight changes here.
 
-        After it every held parameter's ``.grad`` is the sum over the global batch, times ``loss_scale``.
+        After it every held parameter's ``.grad`` is the sum over the global batch, times ``gradient_scale``.
         """
         self.calls.announce(f"training step {step_index}")
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
-            part = self._worker.run_step(step_index, loss_scale)
+            part = self._worker.run_step(step_index, gradient_scale)
         return commit(self.groups, part)
 
     def undo_buffers(self) -> None:

@@ -3,17 +3,15 @@
 Weights and optimizer state always keep the dtype the model has; ``bf16`` and ``fp16`` are autocast.
 ``fp64`` means that the model itself is made float64 (``convert_model``), which is meant for tests.
 
-The loss scale. Stages back-propagate *sums* over samples, not means, so gradients are larger than a plain
-loop's by about the batch size. ``LossScaler.initial`` divides the usual 2**16 by the power of two nearest to
-that, which keeps fp16 gradients in the range they have in a plain loop. Every worker holds the same scaler
-and feeds it the same committed overflow bit, so the scale stays equal everywhere with no message.
+The loss scale. Stages back-propagate the sum over samples times loss scale over batch size, so fp16 gradients
+are in the range they have in a plain loop, and 2**16 is the usual first scale. Every worker holds the same
+scaler and feeds it the same committed overflow bit, so the scale stays equal everywhere with no message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -101,12 +99,9 @@ class LossScaler:
     enabled: bool = True
 
     @classmethod
-    def initial(cls, precision: Precision, batch_size: int) -> LossScaler:
-        """2**16 divided by the power of two nearest to ``batch_size`` for fp16; disabled otherwise."""
-        if not precision.scales_loss:
-            return cls(enabled=False)
-        exponent = 16 - round(math.log2(max(1, batch_size)))
-        return cls(scale=2.0 ** max(exponent, 0))
+    def initial(cls, precision: Precision) -> LossScaler:
+        """2**16 for fp16; disabled otherwise."""
+        return cls(scale=2.0**16) if precision.scales_loss else cls(enabled=False)
 
     def update(self, overflow: bool) -> LossScaler:
         """The scaler after a step: halved on overflow, doubled after ``growth_interval`` good steps.

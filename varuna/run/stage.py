@@ -125,12 +125,12 @@ class ModelStage:
         self._losses: dict[int, Tensor] = {}
         self._weight = 0.0
         self._step_index = 0
-        self._loss_scale = 1.0
+        self._gradient_scale = 1.0
 
-    def begin_step(self, step_index: int, loss_scale: float = 1.0) -> None:
+    def begin_step(self, step_index: int, gradient_scale: float = 1.0) -> None:
         """Forget what an earlier (perhaps broken) step left; start counting loss and weight from zero."""
         self._step_index = step_index
-        self._loss_scale = loss_scale
+        self._gradient_scale = gradient_scale
         self._in_flight.clear()
         self._losses.clear()
         self._weight = 0.0
@@ -270,7 +270,7 @@ class ModelStage:
         loss_sum = held.loss_sum
         assert loss_sum is not None
         if loss_sum.requires_grad:
-            seed = torch.full_like(loss_sum, self._loss_scale)
+            seed = torch.full_like(loss_sum, self._gradient_scale)
             torch.autograd.backward(loss_sum, seed)
 
     def _backward_outputs(self, held: _InFlight, gradients: Message) -> None:

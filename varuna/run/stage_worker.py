@@ -95,10 +95,10 @@ class StageWorker:
         if self._reads_data(training=True):
             self.loader.start()
 
-    def run_step(self, step_index: int, loss_scale: float) -> CommitPart:
+    def run_step(self, step_index: int, gradient_scale: float) -> CommitPart:
         """This stage's share of a step, gradients and buffers reduced."""
         self._step_index = step_index
-        self._stage.begin_step(step_index, loss_scale)
+        self._stage.begin_step(step_index, gradient_scale)
         self.buffers.begin()
         self._reducer.begin_step()
         run_stage(
