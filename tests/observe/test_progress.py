@@ -118,7 +118,7 @@ def test_plain_lines_golden():
         "step   1/200  loss 5.5000   norm 2.00     lr 3.00e-04  12.3k tok/s   312 MiB  26:32 left\n"
         "step  11/200  loss 0.5000   norm 0.18     lr 3.00e-04  12.3k tok/s   312 MiB  1:34 left\n"
         "Evaluation: loss 2.3457 over 1,234 samples in 3.10 s.\n"
-        "Stopped after 12 steps, 1:22: KeyboardInterrupt\n"
+        "Stopped after 12 steps, 1:22 (KeyboardInterrupt).\n"
     )
 
 
@@ -279,7 +279,7 @@ def test_an_exception_in_training_gives_the_terminal_back(monkeypatch):
     listener(TrainStarted(first_step=0, num_steps=3))
     listener(TrainFinished(num_steps=0, duration_s=1.0, error="DataError: bad"))
     assert sys.stdout is before
-    assert stream.getvalue().rstrip().endswith("Stopped after 0 steps, 1.00 s: DataError: bad")
+    assert stream.getvalue().rstrip().endswith("Stopped after 0 steps, 1.00 s (DataError).")
     listener(TrainStarted(first_step=0, num_steps=3))  # and it can begin again
     listener(TrainFinished(num_steps=0, duration_s=1.0))
 

@@ -166,8 +166,9 @@ class Narrator:
             case TrainFinished(error=""):
                 return [f"Trained {_plural(event.num_steps, 'step')} in {human_duration(event.duration_s)}."]
             case TrainFinished():
+                kind = event.error.partition(":")[0]  # whoever reports the error itself says it in full
                 return [f"Stopped after {_plural(event.num_steps, 'step')}, "
-                        f"{human_duration(event.duration_s)}: {event.error}"]  # fmt: skip
+                        f"{human_duration(event.duration_s)} ({kind})."]  # fmt: skip
             case Notice():
                 return [f"Note: {event.text}"]
             case _:

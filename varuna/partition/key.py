@@ -13,6 +13,7 @@ import enum
 import functools
 import inspect
 import json
+import logging
 import platform
 import re
 import sys
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.partition.graph import Autocast
+from varuna.partition.reach import code_of, globals_of, members_of_class
 from varuna.partition.signature import InputSignature
 from varuna.partition.sources import (
     UnkeyableError,
@@ -54,6 +56,7 @@ _CAPTURING = (
         "leafprobe",
         "loss",
         "nodes",
+        "reach",
         "retry",
         "signature",
         "sources",
@@ -129,6 +132,7 @@ class _Walk:
         self._kept: list[object] = []  # so that no id is used twice
         self._paths: dict[int, str] = {}  # of the model's own modules, by id
         self._files: dict[str, str] = {}
+        self._members_of: dict[int, list[Any]] = {}  # members of the user's classes, by id of the class
 
     def model(self, model: nn.Module) -> Any:
         """Every submodule's class and plain attributes, by path."""
@@ -143,7 +147,8 @@ class _Walk:
             if path is not None and is_users(path):
                 self._file(path)
                 packages.update(packages_used(module))
-        return [sorted(self._files.items()), sorted(package_versions(packages))]
+        members = list(self._members_of.values())
+        return [sorted(self._files.items()), sorted(package_versions(packages)), members]
 
     def _module(self, module: nn.Module) -> Any:
         attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED_ATTRIBUTES}
@@ -165,9 +170,20 @@ class _Walk:
             path = source_path(module) if module is not None else None
             if path is not None and not is_standard(path):
                 self._file(path)
+                if is_users(path):
+                    self._members(base)
             elif path is None and base.__module__ not in sys.builtin_module_names and not is_compiled(module):
                 raise UnkeyableError
         return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _members(self, kind: type) -> None:
+        """A user's class may have been made by a function, or changed since: its members as they are now."""
+        if id(kind) not in self._members_of:
+            self._kept.append(kind)
+            self._members_of[id(kind)] = []  # while it is being described
+            self._members_of[id(kind)] = [
+                [name, self._value(value, 0)] for name, value in members_of_class(kind)
+            ]
 
     def _file(self, path: str) -> None:
         if path not in self._files:
@@ -203,6 +219,8 @@ class _Walk:
             value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
         ):
             return self._callable(value, depth)
+        if isinstance(value, logging.Logger):
+            return ["logger", value.name]
         if isinstance(value, re.Pattern):
             return ["pattern", value.pattern, value.flags]
         if isinstance(value, (set, frozenset)):
@@ -237,7 +255,12 @@ class _Walk:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         bound = [function.__defaults__, function.__kwdefaults__, cells]
         place = [function.__qualname__, function.__code__.co_firstlineno]
-        return ["function", path, *place, [self._value(item, depth) for item in bound]]
+        reached = globals_of(function) if is_users(path) else {}
+        return [
+            *("function", path, *place, code_of(function.__code__)),
+            [self._value(item, depth) for item in bound],
+            [[name, self._value(value, depth)] for name, value in reached.items()],
+        ]
 
     def _object(self, value: Any, depth: int) -> Any:
         if isinstance(value, nn.Module):  # held as a plain attribute
