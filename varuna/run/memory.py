@@ -27,13 +27,20 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # counts what ran before an exec, too
 
 
-def available_bytes(device: torch.device | str = "cpu") -> int:
-    """How much more memory this process can take now; other processes may want some of it too."""
+def available_bytes(device: torch.device | str = "cpu", *, num_sharing: int = 1) -> int:
+    """How much more memory this process can take now; other processes may want some of it too.
+
+    Args:
+        device: where.
+        num_sharing: processes among which the machine's and the control groups' memory is divided evenly; limits of
+            this process are its own.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     proc = Path("/proc")
-    left = [machine_left(proc / "meminfo"), *group_left(proc / "self/cgroup", Path("/sys/fs/cgroup"))]
+    shared = [machine_left(proc / "meminfo"), *group_left(proc / "self/cgroup", Path("/sys/fs/cgroup"))]
+    left = [amount // num_sharing for amount in shared]
     for what, column in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
         soft_limit, _ = resource.getrlimit(what)
         if soft_limit != resource.RLIM_INFINITY:

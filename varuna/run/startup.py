@@ -69,7 +69,7 @@ def worker_memory_bytes(config: WorldConfig, device: torch.device) -> int:
     """Memory that one worker may use: its GPU's, or its share of what this machine has left."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return available_bytes(device) // config.local_world_size
+    return available_bytes(device, num_sharing=config.local_world_size)
 
 
 def join_world(config: WorldConfig, device: torch.device) -> World:
