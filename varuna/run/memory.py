@@ -32,8 +32,8 @@ def available_bytes(device: torch.device | str = "cpu", *, num_sharing: int = 1)
 
     Args:
         device: where.
-        num_sharing: processes among which the machine's and the control groups' memory is divided evenly; limits of
-            this process are its own.
+        num_sharing: processes among which the machine's and the control groups' memory is divided evenly;
+            limits of this process are its own.
     """
     device = torch.device(device)
     if device.type == "cuda":
