@@ -6,6 +6,7 @@ ahead.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -26,6 +27,7 @@ from varuna.run.fetch import Fetcher, FetchRequest, preserved_globals
 
 _NUM_AHEAD = 4  # micro-batches loaded before they are asked for (per process, with worker processes)
 _CLOSE_WAIT_S = 5.0
+_EXIT_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,11 @@ class InlineSource:
 
 
 class ThreadSource:
-    """Loads ahead in one thread, for dataset code that draws no random numbers."""
+    """Loads ahead in one thread, for dataset code that draws no random numbers.
+
+    The thread ends before the interpreter does: one that is inside torch when Python's last steps are taken would
+    abort the process.
+    """
 
     def __init__(self, fetcher: Fetcher, requests: Iterator[FetchRequest], *, pin: bool) -> None:
         self._fetcher = fetcher
@@ -109,8 +115,10 @@ class ThreadSource:
         self._error: BaseException | None = None
         self._finished = False
         self._closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="varuna-data", daemon=True)
         self._thread.start()
+        atexit.register(self._end)
 
     def take(self) -> Fetched:
         """See ``Source``."""
@@ -125,11 +133,22 @@ class ThreadSource:
 
     def close(self) -> None:
         """See ``Source``; a sample being loaded is finished first, but not waited for longer than 5 s."""
+        self._stop()
+        self._thread.join(_CLOSE_WAIT_S)
+        if not self._thread.is_alive():
+            atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """At exit: what ``close`` does, with more patience for a slow sample. Not in a forked copy."""
+        if os.getpid() == self._process:
+            self._stop()
+            self._thread.join(_EXIT_WAIT_S)
+
+    def _stop(self) -> None:
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join(_CLOSE_WAIT_S)
 
     def _work(self) -> None:
         try:

@@ -6,6 +6,8 @@ nobody waits for one that has given up.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +15,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from varuna.config import WorldConfig
 from varuna.errors import ConfigError, PeerLost, WeightsDiffer
@@ -72,22 +74,31 @@ def worker_memory_bytes(config: WorldConfig, device: torch.device) -> int:
     return available_bytes(device, num_sharing=config.local_world_size)
 
 
-def join_world(config: WorldConfig, device: torch.device) -> World:
-    """Meet the other workers of the run.
+_JOB_NUMBERS = itertools.count()
+"""Jobs of this process, in the order in which they start: the same order on every worker."""
 
-    Raises:
-        PeerLost: the store or a worker was not reached in time.
-    """
-    prefix = f"varuna/{config.run_id}/{config.restart_count}"
-    store = connect(
+
+@functools.lru_cache(maxsize=1)
+def _run_store(config: WorldConfig) -> Store:
+    """The run's store; one connection for all jobs of this process, and one server where worker 0 serves it."""
+    return connect(
         config.rank,
         config.world_size,
         config.master_addr,
         config.master_port,
-        prefix=prefix,
+        prefix=f"varuna/{config.run_id}/{config.restart_count}",
         timeout_s=60.0,
         is_served=config.store_is_hosted,
     )
+
+
+def join_world(config: WorldConfig, device: torch.device) -> World:
+    """Meet the other workers of the run, for the next job of this process.
+
+    Raises:
+        PeerLost: the store or a worker was not reached in time.
+    """
+    store = PrefixStore(f"job-{next(_JOB_NUMBERS)}", _run_store(config))
     address = choose_address(store, config.rank, config.world_size, config.master_addr, config.master_port)
     return World(
         rank=config.rank,

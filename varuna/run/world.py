@@ -62,7 +62,6 @@ def connect(
         master_port: where the store is served.
         prefix: put before every key.
         timeout_s: seconds until a wait for a missing key or worker fails.
-        is_served: True if the launcher serves the store; None asks ``store_is_served``.
         listen_fd: rank 0 only: a listening socket to serve on, e.g. one bound to port 0 before the workers
             were forked; it is closed with the store.
         is_served: whether the launcher serves the store; None asks ``store_is_served``.
