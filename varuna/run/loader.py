@@ -102,8 +102,8 @@ class InlineSource:
 class ThreadSource:
     """Loads ahead in one thread, for dataset code that draws no random numbers.
 
-    The thread ends before the interpreter does: one that is inside torch when Python's last steps are taken would
-    abort the process.
+    The thread ends before the interpreter does: one that is inside torch when Python's last steps are taken
+    would abort the process.
     """
 
     def __init__(self, fetcher: Fetcher, requests: Iterator[FetchRequest], *, pin: bool) -> None:

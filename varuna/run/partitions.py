@@ -7,13 +7,14 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from varuna.errors import CaptureError
 from varuna.partition import InputSignature, Partition, example_batch, partition
 from varuna.run.precision import AutocastSpec
 
@@ -57,12 +58,17 @@ class Partitions:
         self._device = device
         self._model = model
         self._options = options
-        self._known: dict[tuple[InputSignature, bool, int], Partition] = {}
+        self._parameters = tuple(model.parameters())
+        self._modules = tuple(model.modules())
+        self._known: dict[_Key, Partition] = {}
+        self._reference: Partition | None = None
 
     @property
     def reference(self) -> Partition:
-        """The training partition of the job's first batch."""
-        return self.get(None, EXAMPLE_NUM_SAMPLES, training=True)
+        """The training partition of the job's first batch, as the model was when the job started."""
+        if self._reference is None:
+            self._reference = self.get(None, EXAMPLE_NUM_SAMPLES, training=True)
+        return self._reference
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
@@ -73,36 +79,67 @@ class Partitions:
     def get(self, signature: InputSignature | None, num_samples: int, *, training: bool) -> Partition:
         """The partition for a signature; None stands for the job's first one.
 
-        ``num_samples`` matters only for models whose capture is bound to one number of samples.
+        It is of the model as it is now: parameters that were frozen or unfrozen, and modules that were put into
+        eval or train mode, since the last capture make a new one. ``num_samples`` matters only for models whose
+        capture is bound to one number of samples.
 
         Raises:
             CaptureError: if the model cannot be captured for this shape.
             CutPointError: if it cannot be cut where the reference is cut.
         """
-        signature = signature or self.signature
-        found = self._known.get((signature, training, 0))
-        if found is not None and (found.dynamic_batch or found.example_batch_size == num_samples):
-            return found
-        if found is None:
-            found = self._capture(signature, EXAMPLE_NUM_SAMPLES, training)
-            self._known[signature, training, 0] = found
-            return self.get(signature, num_samples, training=training)
-        if (signature, training, num_samples) not in self._known:
-            self._known[signature, training, num_samples] = self._capture(signature, num_samples, training)
-        return self._known[signature, training, num_samples]
-
-    def _capture(self, signature: InputSignature, num_samples: int, training: bool) -> Partition:
-        options = self._options
-        is_first = not self._known
-        return partition(
-            self._model,
-            example_batch(signature, num_samples, device="cpu"),
+        key = _Key(
+            signature=signature or self.signature,
             training=training,
+            trainable=tuple(parameter.requires_grad for parameter in self._parameters),
+            modes=tuple(module.training for module in self._modules),
+        )
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._capture(key, EXAMPLE_NUM_SAMPLES)
+        if found.dynamic_batch or found.example_batch_size == num_samples:
+            return found
+        exact = replace(key, num_samples=num_samples)
+        if exact not in self._known:
+            self._known[exact] = self._capture(exact, num_samples)
+        return self._known[exact]
+
+    def _capture(self, key: _Key, num_samples: int) -> Partition:
+        options = self._options
+        like = self.reference if self._known else None
+        made = partition(
+            self._model,
+            example_batch(key.signature, num_samples, device="cpu"),
+            training=key.training,
             autocast=options.autocast,
             cut_points=options.cut_points,
             opaque=options.opaque,
             loss_fn=options.loss_fn,
             cache_dir=options.cache_dir,
-            like=None if is_first else self.reference,
+            like=like,
             device=self._device,
         )
+        if like is not None:
+            _check_buffers(made, like)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Key:
+    """What a capture depends on that may change while the job runs; ``num_samples`` 0 is any number."""
+
+    signature: InputSignature
+    training: bool
+    trainable: tuple[bool, ...]
+    modes: tuple[bool, ...]
+    num_samples: int = 0
+
+
+def _check_buffers(made: Partition, like: Partition) -> None:
+    """Pipelines join only the buffers that forward changed when the job started."""
+    for section, before in zip(made.sections, like.sections, strict=True):
+        new = section.mutated_buffers.keys() - before.mutated_buffers.keys()
+        if new:
+            raise CaptureError(
+                f"Forward now changes {', '.join(sorted(new))}, which it did not when the job started: a "
+                f"module was put from eval into train mode. Make a new job after such a change."
+            )
