@@ -37,7 +37,7 @@ from varuna.run.arguments import (
     checked_num_steps,
     checked_seed,
 )
-from varuna.run.commit import apply_update, decide
+from varuna.run.commit import apply_update, decide, nominal_weight_of
 from varuna.run.data import check_dataset
 from varuna.run.failure import explain_peer_loss, publish_failure
 from varuna.run.fetch import CollateFn, MapDataset
@@ -190,7 +190,9 @@ class Varuna:
         """Run ``num_steps`` more steps, yielding each when its update is done. Call it on every worker.
 
         Raises:
-            WorkerFailed: model, dataset or collate function raised on some worker.
+            WorkerFailed: the model, ``loss_fn`` or ``loss_weight`` raised on this worker.
+            DataError: the dataset or the collate function did.
+            PeerLost: another worker failed; the message says why.
             NonFiniteLoss: loss or gradient is inf or nan; no weight was changed.
         """
         num_steps = checked_num_steps(num_steps)
@@ -284,7 +286,7 @@ class Varuna:
         started_s = time.monotonic()
         rates = learning_rates(self._optimizer)
         with self._guarded(), preserved_generators(self._device):
-            nominal_weight = float(self._request.job.batch_size)
+            nominal_weight = nominal_weight_of(self._request.job.batch_size)
             committed = generation.run_step(self._step_index, self._scaler.scale / nominal_weight)
             update = decide(
                 committed,

@@ -122,8 +122,14 @@ def test_schedule_and_recompute():
     assert plan_of().plan.schedule == "varuna"
     assert plan_of(schedule="gpipe").plan.schedule == "gpipe"
     for recompute, flags in [(None, [False] * 2), (True, [True] * 2), ([False, True], [False, True])]:
-        stages = plan_of(num_stages=2, recompute=recompute).plan.pipelines[1].stages
+        stages = plan_of(num_stages=2, recompute=recompute, schedule="gpipe").plan.pipelines[1].stages
         assert [stage.recompute for stage in stages] == flags
+
+
+@pytest.mark.parametrize("schedule", ["varuna", "1f1b"])
+def test_the_last_stage_never_recomputes_where_its_backward_follows_at_once(schedule):
+    stages = plan_of(num_stages=2, recompute=True, schedule=schedule).plan.pipelines[0].stages
+    assert [stage.recompute for stage in stages] == [True, False]
 
 
 @pytest.mark.parametrize(

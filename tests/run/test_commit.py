@@ -13,7 +13,16 @@ from torch import nn
 
 from tests.run.processes import Context, run_workers
 from varuna.errors import LossError, NonFiniteLoss, ProtocolError
-from varuna.run.commit import CommitPart, Committed, apply_update, commit, decide, pack, unpack
+from varuna.run.commit import (
+    CommitPart,
+    Committed,
+    apply_update,
+    commit,
+    decide,
+    nominal_weight_of,
+    pack,
+    unpack,
+)
 from varuna.run.optimizer import learning_rates
 from varuna.run.precision import LossScaler, Precision
 from varuna.run.reduce import GradientReducer
@@ -211,6 +220,10 @@ def test_a_nominal_weight_that_is_the_weight_needs_no_pass_over_gradients() -> N
     assert (update.factor, update.loss, update.grad_norm) == (1.0, 1.5, 2.0)
     other = decide(committed, clip_grad_norm=None, scaler=OFF, nominal_weight=4.0)
     assert (other.factor, other.loss, other.grad_norm) == (0.5, 1.5, 1.0)
+
+
+def test_the_nominal_weight_is_a_power_of_two_near_the_batch_size() -> None:
+    assert [nominal_weight_of(size) for size in (1, 2, 3, 15, 16, 300)] == [1, 2, 4, 16, 16, 256]
 
 
 def non_finite(context: Context) -> str:

@@ -76,7 +76,7 @@ def package_versions(names: set[str]) -> list[list[str]]:
     """Name and version of those packages that state one."""
     found = []
     for name in names:
-        version = getattr(sys.modules.get(name), "__version__", None)
+        version = vars(sys.modules[name]).get("__version__") if name in sys.modules else None
         if isinstance(version, str):
             found.append([name, version])
     return found

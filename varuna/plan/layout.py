@@ -78,6 +78,8 @@ def simple_plan(
     check_schedule_name(name)
     stages = _choose_stages(sections, num_workers, num_stages, memory_bytes)
     flags = _recompute_flags(recompute, stages.num_stages)
+    if name != "gpipe":  # each backward follows its forward on the last stage: nothing is saved by recompute
+        flags = (*flags[:-1], False)
     num_pipelines = num_workers // stages.num_stages
     size, size_reason = _choose_micro_batch_size(batch_size, stages.num_stages, num_pipelines, micro_batch_size)
     num_micro_batches = -(-batch_size // size)

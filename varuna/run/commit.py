@@ -5,7 +5,8 @@ the committed numbers every worker comes to the same update or the same error, b
 ``apply_update`` carries it out.
 
 What is decided:
-- The gradient of the sum is divided once, by weight times loss scale; clipping is
+- The gradient of the sum is divided once, by weight times loss scale (a power of two near the batch size is
+  part of what is back-propagated, which rounds nothing); clipping is
   ``torch.nn.utils.clip_grad_norm_``'s arithmetic on the norm over the whole model. Parameters that require a
   gradient count in the norm even if no optimizer group has them.
 - fp16 and a non-finite gradient: every worker skips the update and halves the loss scale.
@@ -151,6 +152,11 @@ def _tag(part: CommitPart) -> float:
     return float((part.step_index * 257 + part.generation * 8191) % _TAG_RANGE)
 
 
+def nominal_weight_of(batch_size: int) -> float:
+    """The power of two nearest to the batch size: dividing by it is exact in every number format."""
+    return 2.0 ** round(math.log2(batch_size))
+
+
 def decide(
     committed: Committed, *, clip_grad_norm: float | None, scaler: LossScaler, nominal_weight: float = 1.0
 ) -> Update:
@@ -160,8 +166,8 @@ def decide(
         committed: the sums.
         clip_grad_norm: largest norm of the whole gradient, or None.
         scaler: the scaler whose scale this step's losses were multiplied by.
-        nominal_weight: what they were divided by beforehand; where it is the global weight, as for a mean over
-            samples, gradients need no further pass.
+        nominal_weight: what they were divided by beforehand, a power of two; where it is the global weight
+            itself, gradients need no further pass.
 
     Raises:
         NonFiniteLoss: see the module.

@@ -3,9 +3,10 @@
 Weights and optimizer state always keep the dtype the model has; ``bf16`` and ``fp16`` are autocast.
 ``fp64`` means that the model itself is made float64 (``convert_model``), which is meant for tests.
 
-The loss scale. Stages back-propagate the sum over samples times loss scale over batch size, so fp16 gradients
-are in the range they have in a plain loop, and 2**16 is the usual first scale. Every worker holds the same
-scaler and feeds it the same committed overflow bit, so the scale stays equal everywhere with no message.
+The loss scale. Stages back-propagate the sum over samples times loss scale over the power of two nearest to
+the batch size, so fp16 gradients are in the range they have in a plain loop, and 2**16 is the usual first
+scale. Every worker holds the same scaler and feeds it the same committed overflow bit, so the scale stays equal
+everywhere with no message.
 """
 
 from __future__ import annotations
