@@ -107,7 +107,7 @@ def call_arguments(tree: Node, tensors: Mapping[str, Any]) -> tuple[tuple[Any, .
     batch = rebuild(tree, tensors)
     if tree.kind == "mapping":
         return (), batch
-    if tree.kind in ("list", "tuple"):
+    if tree.kind in ("list", "tuple", "namedtuple"):
         return tuple(batch), {}
     return (batch,), {}
 
@@ -115,7 +115,13 @@ def call_arguments(tree: Node, tensors: Mapping[str, Any]) -> tuple[tuple[Any, .
 def check_call(forward: Callable[..., Any], tree: Node) -> None:
     """Raise DataError if ``forward`` does not take the values of such a batch as its arguments."""
     by_name: tuple[str, ...] = tree.names if tree.kind == "mapping" else ()
-    num_listed = len(tree.children) if tree.kind in ("list", "tuple") else 0 if tree.kind == "mapping" else 1
+    num_listed = (
+        len(tree.children)
+        if tree.kind in ("list", "tuple", "namedtuple")
+        else 0
+        if tree.kind == "mapping"
+        else 1
+    )
     taken = inspect.signature(forward)
     try:
         taken.bind(*([None] * num_listed), **dict.fromkeys(by_name))

@@ -45,6 +45,7 @@ from varuna.partition.signature import (
     num_samples_of,
     signature_of,
 )
+from varuna.partition.watch import watched
 
 EXAMPLE_BATCH_SIZE = 2
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
@@ -155,7 +156,7 @@ class _Whole(nn.Module):
         self._tracer.batch = 1 if batched is None else batched.shape[0]
         args, kwargs = call_arguments(self._attempt.signature.tree, by_key)
         try:
-            with RecordGradMode(), custom_gradients_stop():
+            with watched(self.model), RecordGradMode(), custom_gradients_stop():
                 output = self.model(*args, **kwargs)
         except DATA_DEPENDENT as error:
             raise _StoppedError from error  # the exporter prints the whole graph for a RuntimeError

@@ -136,7 +136,12 @@ class _Runner:
         self._tree = flat.tree
         self._num_samples = num_samples_of(flat)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._inputs = {key: tensor.to(self._device) for key, tensor in flat.tensors.items()}
+        self._given = {key: tensor.to(self._device) for key, tensor in flat.tensors.items()}
+
+    @property
+    def _inputs(self) -> dict[str, Tensor]:
+        """The batch, anew for every run: forward may change it in place."""
+        return {key: tensor.clone() for key, tensor in self._given.items()}
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -163,9 +168,10 @@ class _Runner:
         """All sections in order, as one graph."""
         with self._fresh():
             values: tuple[Tensor, ...] = ()
+            inputs = self._inputs
             with self._precision():
                 for section in self._partition.sections:
-                    values = section.run(self._inputs, values)
+                    values = section.run(inputs, values)
                 loss = self._partition.loss_of(values, self._num_samples).sum
             return self._outcome(loss)
 
@@ -179,8 +185,9 @@ class _Runner:
         with self._fresh(), self._precision(), torch.no_grad():
             traced = []
             values: tuple[Tensor, ...] = ()
+            inputs = self._inputs
             for section in self._partition.sections:
-                seen, values = section.program.trace(self._inputs, values)
+                seen, values = section.program.trace(inputs, values)
                 traced.append(seen)
         return first_difference(
             self._model,

@@ -61,6 +61,7 @@ _CAPTURING = (
         "signature",
         "sources",
         "store",
+        "watch",
     ),
 )
 _SKIPPED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})  # described by name and shape

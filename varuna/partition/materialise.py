@@ -52,6 +52,7 @@ def materialise(
     Raises:
         UserError: nothing gives some tensor its values; names the module and what to do.
     """
+    forget_weak_references(model)
     canonical = canonical_names(model)
     tensors = _tensors(model)
     wanted = list(dict.fromkeys(canonical[name] for name in names))
@@ -77,6 +78,16 @@ def release(model: nn.Module, names: Iterable[str]) -> None:
         if not tensor.is_meta:
             set_storage(tensor, torch.empty_like(tensor.detach(), device="meta"))
     return_memory()
+
+
+def forget_weak_references(model: nn.Module) -> None:
+    """RNN modules watch their weights through weak references, which would forbid to change storage in place.
+
+    They only serve to notice that a weight was replaced by another object, which never happens here.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
 
 
 def set_storage(tensor: Tensor, value: Tensor) -> None:

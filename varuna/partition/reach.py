@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from varuna.partition.sources import is_users, source_path
+from varuna.partition.sources import UnkeyableError, is_users, source_path
 
 _OF_EVERY_CLASS = frozenset(
     {
@@ -32,6 +32,9 @@ _OF_EVERY_CLASS = frozenset(
     }
 )
 
+_OUTSIDE = frozenset({"environ", "getenv", "open", "read_text", "read_bytes"})
+"""Names by which code reads what lies outside of the process: it may differ at the next start."""
+
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
@@ -39,8 +42,13 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Values of the globals that a function's code mentions; of a user's module, the attributes it mentions.
 
     Modules that are not the user's are left out: their source or version is known.
+
+    Raises:
+        UnkeyableError: the code reads the environment or files.
     """
     names = sorted(set(_names(function.__code__)))
+    if _OUTSIDE & set(names):
+        raise UnkeyableError
     found: dict[str, Any] = {}
     for name in names:
         if name not in function.__globals__:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
 from varuna.errors import RunError
+from varuna.partition.materialise import forget_weak_references
 from varuna.run.optimizer import fresh_state, group_of, has_state_from_constructor
 
 ParameterState = dict[str, Any]
@@ -34,6 +35,7 @@ class ParameterHolding:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        forget_weak_references(model)
         self._parameters = dict(model.named_parameters())
         self._optimizer = optimizer
         self._constructor_makes_state = optimizer is not None and has_state_from_constructor(optimizer)

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from varuna.config import LayoutConfig, WorldConfig
-from varuna.events import CaptureFinished, CheckFinished, Event, PlanChosen
-from varuna.partition import InputSignature, Partition, signature_of
+from varuna.errors import CheckFailed
+from varuna.events import CaptureFinished, CheckFinished, Event, Notice, PlanChosen
+from varuna.partition import InputSignature, Partition, Section, signature_of
 from varuna.partition.check import check_split, why_not_checked
 from varuna.partition.materialise import materialise
 from varuna.plan import PlanChoice, simple_plan
@@ -103,6 +104,11 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> Generati
     return generation
 
 
+def averaged_buffers(section: Section) -> list[str]:
+    """Buffers that forward changes in a way that cannot be joined exactly."""
+    return [name for name, rule in section.mutated_buffers.items() if rule.kind == "mean"]
+
+
 class _Shapes:
     """Reads the first samples, on worker 0 only, and keeps them for the check."""
 
@@ -153,6 +159,15 @@ def _choose_plan(request: StartRequest, world: World, partitions: Partitions, pu
         )
 
     choice = agree_on_plan(world, choose)
+    averaged = [name for section in partitions.reference.sections for name in averaged_buffers(section)]
+    if averaged and len(choice.plan.pipelines) > 1:
+        publish(
+            Notice(
+                text=f"forward changes {', '.join(averaged[:4])} in a way that is not a running average: "
+                f"with {len(choice.plan.pipelines)} pipelines they become the mean over pipelines, which one "
+                f"process would not give."
+            )
+        )
     publish(PlanChosen(generation=0, plan=choice.plan, reason=choice.reason))
     return choice.plan
 
@@ -168,9 +183,17 @@ def _verify(request: StartRequest, world: World, reference: Partition, example: 
     difference = 0.0
     if not reason:
         model.to(world.device)
-        difference = check_split(
-            model, reference, example, autocast=request.job.autocast, loss_fn=request.options.loss_fn
-        )
+        try:
+            difference = check_split(
+                model, reference, example, autocast=request.job.autocast, loss_fn=request.options.loss_fn
+            )
+        except CheckFailed as error:
+            if not reference.from_cache:
+                raise
+            raise CheckFailed(
+                f"{error} The graph came from the cache, {request.options.cache_dir}: if the model has changed "
+                f"in a way that its source does not show, remove that folder and start again."
+            ) from error
     publish(CheckFinished(max_difference=difference, skipped_reason=reason))
 
 
