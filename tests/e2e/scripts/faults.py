@@ -25,14 +25,24 @@ from torch import Tensor, nn
 import varuna
 
 WHAT, WHERE, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
-IS_MINE = int(os.environ.get("RANK", "0")) == RANK
+
+
+def is_mine() -> bool:
+    """Whether this worker is to fail. Unlike a global, no part of the capture's key: all share one capture."""
+    return int(vars(os)["environ"].get("RANK", "0")) == RANK
+
+
 BATCH_SIZE = 8
 progress = {"steps": 0}
 
 
 def is_due(where: str) -> bool:
     """Whether this is the place, the worker and the time; if so it is noted."""
-    if where != WHERE or not IS_MINE or (progress["steps"] < 1 and where not in ("build", "probe", "capture")):
+    if (
+        where != WHERE
+        or not is_mine()
+        or (progress["steps"] < 1 and where not in ("build", "probe", "capture"))
+    ):
         return False
     Path("fault.part").write_text(str(time.monotonic()))
     Path("fault.part").rename("fault")
