@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,6 +18,27 @@ FACTOR = 2.0
 
 def helper(x: Tensor) -> Tensor:
     return x * FACTOR
+
+
+@dataclass(frozen=True)
+class Config:
+    """Its generated methods have no source file."""
+
+    scale: float = 1.0
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean() * self.config.scale
+
+
+def test_models_with_a_dataclass_of_settings_have_keys() -> None:
+    assert key(Configured(Config())) == key(Configured(Config()))
+    assert key(Configured(Config())) != key(Configured(Config(scale=2.0)))
 
 
 class Reaching(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -76,9 +77,7 @@ def code_of(code: types.CodeType) -> list[Any]:
 def members_of_class(kind: type) -> Iterator[tuple[str, Any]]:
     """The functions and values in a class's own body, as they are now."""
     for name, value in sorted(vars(kind).items()):
-        if name in _OF_EVERY_CLASS or isinstance(
-            value, types.MemberDescriptorType | types.GetSetDescriptorType
-        ):
+        if name in _OF_EVERY_CLASS or isinstance(value, _SLOTS) or _is_generated(kind, value):
             continue
         if isinstance(value, (staticmethod, classmethod)):
             yield name, value.__func__
@@ -88,6 +87,14 @@ def members_of_class(kind: type) -> Iterator[tuple[str, Any]]:
                     yield name, part
         else:
             yield name, value
+
+
+def _is_generated(kind: type, value: Any) -> bool:
+    """Methods that dataclasses, named tuples and attrs write from the class's own source."""
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    makers = ("__dataclass_fields__", "_fields", "__attrs_attrs__")
+    return code is not None and code.co_filename.startswith("<") and any(hasattr(kind, m) for m in makers)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
