@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from varuna.partition import canonical_names
 from varuna.run.generation import Generation
 from varuna.run.groups import Groups
-from varuna.run.holders import parameter_holders
-from varuna.run.partitions import Partitions
-from varuna.run.startup import to_cpu
-from varuna.spec import Plan
+from varuna.run.holders import tensor_holders
 
 
 def gather_state(model: nn.Module, generation: Generation) -> dict[str, Tensor]:
@@ -30,19 +27,8 @@ def gather_state(model: nn.Module, generation: Generation) -> dict[str, Tensor]:
     if rank != 0:
         return {}
     return {
-        name: values[source] if source in values else to_cpu(local[name]) for name, source in wanted.items()
+        name: values[source] if source in values else _to_cpu(local[name]) for name, source in wanted.items()
     }
-
-
-def tensor_holders(plan: Plan, partitions: Partitions) -> dict[str, tuple[int, ...]]:
-    """Parameters and buffers to the workers that hold them; buffers that no section reads are left out."""
-    holders: dict[str, set[int]] = {
-        name: set(ranks) for name, ranks in parameter_holders(plan, partitions).items()
-    }
-    for section in partitions.reference.sections:
-        for name in section.buffers:
-            holders.setdefault(name, set()).update(plan.holders_of(section.spec.index))
-    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
 
 def _collect(
@@ -59,7 +45,7 @@ def _collect(
     for name, source in sources.items():
         tensor = tensors[name]
         if rank == 0 and source == 0:
-            values[name] = to_cpu(tensor)
+            values[name] = _to_cpu(tensor)
         elif rank == 0:
             group = groups.of((0, source))
             received = group.place(torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -75,3 +61,8 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     named: dict[str, Tensor] = dict(model.named_buffers())
     named.update(model.named_parameters())
     return named
+
+
+def _to_cpu(value: Tensor) -> Tensor:
+    """A copy on the CPU without a graph."""
+    return value.detach().to("cpu", copy=True).contiguous()

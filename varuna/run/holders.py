@@ -21,6 +21,17 @@ def parameter_holders(plan: Plan, partitions: Partitions) -> dict[str, tuple[int
     return {name: tuple(sorted(workers)) for name, workers in holders.items()}
 
 
+def tensor_holders(plan: Plan, partitions: Partitions) -> dict[str, tuple[int, ...]]:
+    """Parameters and buffers to the workers that hold them; buffers that no section reads are left out."""
+    holders: dict[str, set[int]] = {
+        name: set(ranks) for name, ranks in parameter_holders(plan, partitions).items()
+    }
+    for section in partitions.reference.sections:
+        for name in section.buffers:
+            holders.setdefault(name, set()).update(plan.holders_of(section.spec.index))
+    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+
+
 def buffer_holders(plan: Plan, partitions: Partitions) -> dict[str, tuple[int, ...]]:
     """Every buffer that forward changes to the workers that hold it."""
     holders: dict[str, set[int]] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from varuna.config import WorldConfig
@@ -225,8 +225,3 @@ def tokens_per_sample(signature: InputSignature) -> int | None:
         if spec.has_batch_dim and spec.shape and not spec.torch_dtype.is_floating_point
     ]
     return max(counts, default=None)
-
-
-def to_cpu(value: Tensor) -> Tensor:
-    """A copy on the CPU without a graph."""
-    return value.detach().to("cpu", copy=True).contiguous()
