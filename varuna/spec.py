@@ -187,6 +187,8 @@ class TaskKind(enum.Enum):
     FORWARD = "F"
     RECOMPUTE = "R"
     BACKWARD = "B"
+    WEIGHT = "W"
+    """Gradients of weights, where a schedule splits them off: B is then the gradients of inputs only."""
 
 
 @dataclass(frozen=True, slots=True)
