@@ -27,6 +27,7 @@ from varuna.events import Evaluated, Event, EventBus, StepFinished, TrainFinishe
 from varuna.failure import FailurePlace, marked
 from varuna.observe import progress_listener
 from varuna.partition.sequential import as_module
+from varuna.plan.spans import UPDATE
 from varuna.run.arguments import (
     check_callables,
     check_layout,
@@ -285,7 +286,8 @@ class Varuna:
         generation = self._started()
         started_s = time.monotonic()
         rates = learning_rates(self._optimizer)
-        with self._guarded(), preserved_generators(self._device):
+        spans = self._request.job.spans
+        with self._guarded(), preserved_generators(self._device), spans.step(self._step_index):
             nominal_weight = nominal_weight_of(self._request.job.batch_size)
             committed = generation.run_step(self._step_index, self._scaler.scale / nominal_weight)
             update = decide(
@@ -294,7 +296,8 @@ class Varuna:
                 scaler=self._scaler,
                 nominal_weight=nominal_weight,
             )
-            with marked(FailurePlace(step_index=self._step_index, operation="optimizer step")):
+            place = FailurePlace(step_index=self._step_index, operation="optimizer step")
+            with marked(place), spans.span(UPDATE):
                 apply_update(update, generation.parameters.values(), self._optimizer, self._lr_scheduler)
         self._scaler = update.scaler
         duration_s = time.monotonic() - started_s

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from varuna.plan.spans import COMMIT
 from varuna.run.buffers import BufferSync
 from varuna.run.calls import Calls
 from varuna.run.channel import StageChannels, open_channels
@@ -112,7 +113,8 @@ class Generation:
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
             part = self._worker.run_step(step_index, gradient_scale)
-        return commit(self.groups, part)
+        with self.job.spans.span(COMMIT):
+            return commit(self.groups, part)
 
     def undo_buffers(self) -> None:
         """Give buffers that forward changed the values they had before the step."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from varuna.run.fetch import CollateFn, MapDataset
 from varuna.run.precision import AutocastSpec
+from varuna.run.spans import SpanRecorder
 
 LossWeight = Callable[[Any], float | torch.Tensor]
 """The user's ``loss_weight``: a collated batch to the weight of its loss."""
@@ -26,6 +27,7 @@ class JobSpec:
         autocast: precision of forward.
         loss_weight: weight of a batch's loss; None leaves it to what forward returns.
         token: secret of the job, for connections between workers.
+        spans: told what this worker does when.
     """
 
     dataset: MapDataset
@@ -36,3 +38,4 @@ class JobSpec:
     autocast: AutocastSpec
     loss_weight: LossWeight | None
     token: bytes
+    spans: SpanRecorder = field(default_factory=SpanRecorder)

@@ -11,6 +11,7 @@ from varuna.errors import LossError
 from varuna.partition import InputSignature
 from varuna.partition.signature import signature_of_flat
 from varuna.plan import stage_schedule
+from varuna.plan.spans import REDUCE
 from varuna.run.buffers import BufferSync
 from varuna.run.channel import StageChannels
 from varuna.run.commit import CommitPart
@@ -101,14 +102,18 @@ class StageWorker:
         self._stage.begin_step(step_index, gradient_scale)
         self.buffers.begin()
         self._reducer.begin_step()
-        run_stage(
+        spans = self._job.spans
+        trace = run_stage(
             self._stage,
             self._schedule,
             self._channels,
             context=self._context(step_index, "train", self._pipeline.first_micro_batch),
+            record_trace=spans.is_recording,
         )
-        self._reducer.finish()
-        self.buffers.combine()
+        spans.add_tasks(trace)
+        with spans.span(REDUCE):
+            self._reducer.finish()
+            self.buffers.combine()
         totals = self._stage.totals()
         share = range(self._pipeline.first_micro_batch, self._pipeline.end_micro_batch)
         return CommitPart(
