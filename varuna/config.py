@@ -14,7 +14,7 @@ from typing import Literal
 
 from varuna.errors import ConfigError
 
-SCHEDULE_NAMES = ("varuna", "1f1b", "gpipe")
+SCHEDULE_NAMES = ("varuna", "1f1b", "gpipe", "zero-bubble")
 """Schedules that a user can name; ``varuna.plan`` implements each."""
 
 _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

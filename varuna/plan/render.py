@@ -8,7 +8,7 @@ from varuna.plan.schedule import pipeline_schedules
 from varuna.plan.simulate import StageTimes, TaskSpan, constant_durations, simulate_step
 from varuna.spec import PipelineSpec, Plan, SectionSpec, StageSpec
 
-UNIT_TIMES = StageTimes(forward_s=1, recompute_s=1, backward_s=2)
+UNIT_TIMES = StageTimes(forward_s=1, recompute_s=1, backward_s=2, weight_s=1)
 
 
 def render_schedule(
@@ -20,6 +20,8 @@ def render_schedule(
     max_in_flight: int = 0,
 ) -> str:
     """What each stage does when F and R take one unit of time, B two, and messages none; one row a stage.
+
+    Where backward is split, B and W take one unit each.
 
     Args:
         name: one of ``SCHEDULES``.
@@ -39,7 +41,9 @@ def render_schedule(
         recompute=flags,
         max_in_flight=max_in_flight,
     )
-    simulation = simulate_step(schedules, duration_s=constant_durations([UNIT_TIMES] * num_stages))
+    simulation = simulate_step(
+        schedules, duration_s=constant_durations([UNIT_TIMES] * num_stages, split=schedules[0].split)
+    )
     width = len(str(num_micro_batches - 1)) + 1
     num_slots = round(simulation.makespan_s)
     counts = f"{_count('stage', num_stages)}, {_count('micro-batch', num_micro_batches)}"

@@ -1,15 +1,19 @@
-"""Schedules: in which order a stage runs the forwards, recomputes and backwards of its micro-batches.
+"""Schedules: in which order a stage runs the tasks of its micro-batches.
 
 Every schedule runs forwards in ascending order of micro-batch, and backwards too, so that the channels between
 neighbours are first-in-first-out with nothing to sort, and counts say what has arrived.
 
 - ``gpipe``: all forwards, then all backwards. Holds all N micro-batches in flight.
 - ``1f1b``: P - stage_index forwards, then one backward and one forward in turn. Holds P - stage_index.
-- ``varuna``: no fixed order but a rule over what has arrived (``state.next_task``), so that a late message
-  costs only what no other micro-batch can fill. Holds at most ``max_in_flight``.
+- ``varuna``: no fixed order but a rule over what has arrived (``decide.py``), so that a late message costs only
+  what no other micro-batch can fill. Holds at most ``max_in_flight``.
+- ``zero-bubble``: the same rule, with backward split in two: gradients of inputs, which the stage before waits
+  for, and gradients of weights, which nobody waits for and which fill what would be idle. Holds at most
+  ``max_held`` sets of activations. After "Zero Bubble Pipeline Parallelism" (Qi et al., ICLR 2024), whose
+  schedules are orders made beforehand.
 
 A stage recomputes if its flag says so, except where each backward directly follows its forward and dropping
-activations saves nothing: the last stage of ``1f1b`` and ``varuna`` keeps them.
+activations saves nothing: only the last stage of ``gpipe`` recomputes.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from varuna.errors import PlanError
+from varuna.plan.decide import decide
 from varuna.spec import Task, TaskKind
 
-SCHEDULES = ("varuna", "1f1b", "gpipe")
+SCHEDULES = ("varuna", "1f1b", "gpipe", "zero-bubble")
+
+TASK_KINDS = (None, TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.WEIGHT)
+"""Kinds by the number that ``decide`` returns; None: wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +42,10 @@ class StageSchedule:
         recompute: activations are dropped after every forward here and computed again before the backward. The
             engine obeys this one, which may be False where the plan's flag is True (see the module's text).
         max_in_flight: at no time are more micro-batches between forward and backward here.
-        opportunistic: ``next_task`` decides from what has arrived; otherwise it keeps ``order``.
-        order: every task once, in the order in which they must run; empty where opportunistic.
+        split: backwards are the gradients of inputs only; weight tasks do the rest.
+        max_held: where ``split``, at no time are more sets of activations in memory: a set is there from
+            forward (or recompute) to the end of the weight task. Elsewhere 0.
+        warm_up: forwards before the first backward of a strict order; 0 for a rule over what has arrived.
     """
 
     name: str
@@ -44,8 +54,24 @@ class StageSchedule:
     num_micro_batches: int
     recompute: bool
     max_in_flight: int
-    opportunistic: bool
-    order: tuple[Task, ...]
+    split: bool = False
+    max_held: int = 0
+    warm_up: int = 0
+
+    @property
+    def opportunistic(self) -> bool:
+        """``next_task`` decides from what has arrived; otherwise it keeps ``order``."""
+        return self.warm_up == 0
+
+    @property
+    def order(self) -> tuple[Task, ...]:
+        """Every task once, in the order in which a strict schedule runs them; empty where opportunistic."""
+        return () if self.opportunistic else tuple(_strict_order(self))
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of one step."""
+        return self.num_micro_batches * (2 + self.recompute + self.split)
 
     @property
     def is_first(self) -> bool:
@@ -59,7 +85,7 @@ class StageSchedule:
 
     @property
     def low_in_flight(self) -> int:
-        """With fewer than this in flight, a ``varuna`` stage runs a forward even before a backward.
+        """With fewer than this in flight, an opportunistic stage runs a forward even before a backward.
 
         P - stage_index is what keeps all later stages at work when messages take no time; two more keep a stage
         that is slower than its successors from spending whole bursts on backwards alone while those starve.
@@ -99,12 +125,8 @@ def stage_schedule(
         max_in_flight=max_in_flight,
     )
     is_last = stage_index == num_stages - 1
-    recomputes = bool(recompute[stage_index]) and not (is_last and name != "gpipe")
-    if name == "varuna":
-        default = default_max_in_flight(num_stages, stage_index)
-        limit = min(num_micro_batches, default if is_last else max_in_flight or default)
-        order: tuple[Task, ...] = ()
-    else:
+    is_strict = name in ("1f1b", "gpipe")
+    if is_strict:
         limit = num_micro_batches if name == "gpipe" else min(num_micro_batches, num_stages - stage_index)
         if 0 < max_in_flight < limit:
             raise PlanError(
@@ -112,16 +134,19 @@ def stage_schedule(
                 f"{stage_index}, but max_in_flight={max_in_flight}. Use schedule 'varuna', which keeps any "
                 f"limit, or raise it."
             )
-        order = tuple(_fixed_order(num_micro_batches, limit, recomputes))
+    else:
+        default = default_max_in_flight(num_stages, stage_index)
+        limit = min(num_micro_batches, default if is_last else max_in_flight or default)
     return StageSchedule(
         name=name,
         num_stages=num_stages,
         stage_index=stage_index,
         num_micro_batches=num_micro_batches,
-        recompute=recomputes,
+        recompute=bool(recompute[stage_index]) and not (is_last and name != "gpipe"),
         max_in_flight=limit,
-        opportunistic=name == "varuna",
-        order=order,
+        split=name == "zero-bubble",
+        max_held=default_max_held(num_stages, stage_index) if name == "zero-bubble" else 0,
+        warm_up=limit if is_strict else 0,
     )
 
 
@@ -153,16 +178,24 @@ def default_max_in_flight(num_stages: int, stage_index: int) -> int:
     return 2 * (num_stages - stage_index) + 2
 
 
-def _fixed_order(num_micro_batches: int, num_warm_up: int, recompute: bool) -> Iterator[Task]:
-    """``num_warm_up`` forwards, then a backward and a forward in turn; all forwards first is the case of N."""
-    for index in range(num_warm_up):
-        yield Task(TaskKind.FORWARD, index)
-    for index in range(num_micro_batches):
-        if recompute:
-            yield Task(TaskKind.RECOMPUTE, index)
-        yield Task(TaskKind.BACKWARD, index)
-        if index + num_warm_up < num_micro_batches:
-            yield Task(TaskKind.FORWARD, index + num_warm_up)
+def default_max_held(num_stages: int, stage_index: int) -> int:
+    """The limit of a ``zero-bubble`` stage: sets of activations in memory, whether in flight or held for weights."""
+    return 2 * num_stages
+
+
+def _strict_order(schedule: StageSchedule) -> Iterator[Task]:
+    """What ``decide`` says when everything has arrived."""
+    total = schedule.num_micro_batches
+    done = [0, 0, 0, 0, 0]
+    while True:
+        code = decide(
+            *done[1:], total, total, total, schedule.warm_up, 0, 0, 0, schedule.recompute, schedule.split
+        )
+        kind = TASK_KINDS[code]
+        if kind is None:
+            return
+        yield Task(kind, done[code])
+        done[code] += 1
 
 
 def check_schedule_name(name: str) -> None:

@@ -27,17 +27,24 @@ LatencyOf = Callable[[int, Task], float]
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds that the tasks of one stage take."""
+    """Seconds that the tasks of one stage take.
+
+    ``backward_s`` is the whole backward; ``weight_s`` is the part of it that a schedule with split backwards puts
+    off, as a task of its own.
+    """
 
     forward_s: float
     backward_s: float
     recompute_s: float = 0.0
+    weight_s: float = 0.0
 
-    def of(self, kind: TaskKind) -> float:
-        """Seconds of one task of a kind."""
+    def of(self, kind: TaskKind, *, split: bool = False) -> float:
+        """Seconds of one task of a kind, under a schedule that splits backwards or one that does not."""
         if kind is TaskKind.FORWARD:
             return self.forward_s
-        return self.backward_s if kind is TaskKind.BACKWARD else self.recompute_s
+        if kind is TaskKind.BACKWARD:
+            return self.backward_s - self.weight_s if split else self.backward_s
+        return self.recompute_s if kind is TaskKind.RECOMPUTE else self.weight_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +66,19 @@ class Simulation:
         peak_in_flight: per stage, the most micro-batches at one time between the start of their forward and the
             end of their backward.
         peak_recomputed: per stage, the same from the start of their recompute.
+        peak_held: per stage, the most sets of activations in memory at one time (``StageState.num_held``).
     """
 
     makespan_s: float
     timelines: tuple[tuple[TaskSpan, ...], ...]
     peak_in_flight: tuple[int, ...]
     peak_recomputed: tuple[int, ...]
+    peak_held: tuple[int, ...]
 
 
-def constant_durations(times: Sequence[StageTimes]) -> DurationOf:
-    """Every task of a kind takes the same time on a stage."""
-    return lambda stage_index, task: times[stage_index].of(task.kind)
+def constant_durations(times: Sequence[StageTimes], *, split: bool = False) -> DurationOf:
+    """Every task of a kind takes the same time on a stage; ``split``: the schedule splits backwards."""
+    return lambda stage_index, task: times[stage_index].of(task.kind, split=split)
 
 
 def simulate_step(
@@ -105,7 +114,7 @@ def ideal_makespan(
         recompute=recompute,
         max_in_flight=max_in_flight,
     )
-    return simulate_step(schedules, duration_s=constant_durations(times)).makespan_s
+    return simulate_step(schedules, duration_s=constant_durations(times, split=schedules[0].split)).makespan_s
 
 
 def _constant_latency(latency_s: float) -> LatencyOf:
@@ -136,6 +145,7 @@ class _Run:
         self.timelines: list[list[TaskSpan]] = [[] for _ in schedules]
         self.peak_in_flight = [0] * len(schedules)
         self.peak_recomputed = [0] * len(schedules)
+        self.peak_held = [0] * len(schedules)
         self.last_arrival_s: dict[tuple[int, TaskKind], float] = {}
 
     def run(self) -> Simulation:
@@ -159,6 +169,7 @@ class _Run:
             timelines=tuple(tuple(timeline) for timeline in self.timelines),
             peak_in_flight=tuple(self.peak_in_flight),
             peak_recomputed=tuple(self.peak_recomputed),
+            peak_held=tuple(self.peak_held),
         )
 
     def _start(self, stage_index: int, now_s: float) -> None:
@@ -169,10 +180,13 @@ class _Run:
         end_s = now_s + self.duration_of(stage_index, task)
         self.running[stage_index] = task
         self.timelines[stage_index].append(TaskSpan(task=task, start_s=now_s, end_s=end_s))
+        made_by = TaskKind.RECOMPUTE if state.schedule.recompute else TaskKind.FORWARD
         in_flight = state.num_in_flight + (task.kind is TaskKind.FORWARD)
         recomputed = state.num_recomputed + (task.kind is TaskKind.RECOMPUTE)
         self.peak_in_flight[stage_index] = max(self.peak_in_flight[stage_index], in_flight)
         self.peak_recomputed[stage_index] = max(self.peak_recomputed[stage_index], recomputed)
+        held = state.num_held + (task.kind is made_by)
+        self.peak_held[stage_index] = max(self.peak_held[stage_index], held)
         self._schedule(end_s, _Event(stage_index, task, finished=True))
 
     def _apply(self, event: _Event, now_s: float) -> None:
@@ -188,7 +202,7 @@ class _Run:
 
     def _send(self, stage_index: int, task: Task, now_s: float) -> None:
         """Put the arrival of a finished task's result at its neighbour, if it has one, on the heap."""
-        if task.kind is TaskKind.RECOMPUTE:
+        if task.kind in (TaskKind.RECOMPUTE, TaskKind.WEIGHT):
             return
         receiver = stage_index + (1 if task.kind is TaskKind.FORWARD else -1)
         if not 0 <= receiver < len(self.states):

@@ -1,19 +1,20 @@
-"""What a stage does next: the one decision that the engine and every simulation share.
+"""Progress of a stage: counts of what is done and what has arrived, and the next task by the rule over them.
 
-``StageState`` counts what has been done and what has arrived; ``next_task`` looks at it and decides. It keeps
-no clock and does no input or output.
-
-Why no ``varuna`` stage waits for ever, whatever arrives when: let k be the earliest micro-batch that is not
-finished on every stage. No stage holds an earlier one, so the in-flight limit leaves room for k's forward
-everywhere, and the one recomputed set is k's or nobody's. Whenever k's next task has its input on a stage,
-``next_task`` returns some task there, and there are finitely many others before k's is the only one left. So
-k's forward reaches the last stage, and its backward the first.
+The rule is ``decide.py``, which simulations compile. Nothing here keeps a clock or does input or output.
 """
 
 from __future__ import annotations
 
-from varuna.plan.schedule import StageSchedule
+from varuna.plan.decide import decide
+from varuna.plan.schedule import TASK_KINDS, StageSchedule
 from varuna.spec import Task, TaskKind
+
+_PLURALS = {
+    TaskKind.FORWARD: "forwards",
+    TaskKind.RECOMPUTE: "recomputes",
+    TaskKind.BACKWARD: "backwards",
+    TaskKind.WEIGHT: "weight tasks",
+}
 
 
 class StageState:
@@ -23,7 +24,8 @@ class StageState:
         schedule: what is being run.
         activations_arrived: micro-batches whose input is here; all of them from the start on the first stage.
         gradients_arrived: micro-batches whose gradient from the next stage is here; not used on the last stage.
-        forwards_done, recomputes_done, backwards_done: each kind runs in ascending order, so counts say which.
+        forwards_done, recomputes_done, backwards_done, weights_done: each kind runs in ascending order, so
+            counts say which.
     """
 
     __slots__ = (
@@ -33,6 +35,7 @@ class StageState:
         "gradients_arrived",
         "recomputes_done",
         "schedule",
+        "weights_done",
     )
 
     def __init__(self, schedule: StageSchedule) -> None:
@@ -42,11 +45,14 @@ class StageState:
         self.forwards_done = 0
         self.recomputes_done = 0
         self.backwards_done = 0
+        self.weights_done = 0
 
     @property
     def is_done(self) -> bool:
-        """Every backward has been run."""
-        return self.backwards_done == self.schedule.num_micro_batches
+        """Every task has been run."""
+        schedule = self.schedule
+        last = self.weights_done if schedule.split else self.backwards_done
+        return last == schedule.num_micro_batches
 
     @property
     def num_in_flight(self) -> int:
@@ -58,71 +64,62 @@ class StageState:
         """Micro-batches between recompute and backward."""
         return max(0, self.recomputes_done - self.backwards_done)
 
+    @property
+    def num_held(self) -> int:
+        """Sets of activations in memory: from forward (or recompute) to the end of backward in all its parts."""
+        schedule = self.schedule
+        made = self.recomputes_done if schedule.recompute else self.forwards_done
+        return made - (self.weights_done if schedule.split else self.backwards_done)
+
+    def num_done(self, kind: TaskKind) -> int:
+        """Tasks of a kind that are done: the index of the next one."""
+        if kind is TaskKind.FORWARD:
+            return self.forwards_done
+        if kind is TaskKind.BACKWARD:
+            return self.backwards_done
+        return self.recomputes_done if kind is TaskKind.RECOMPUTE else self.weights_done
+
     def finish(self, task: Task) -> None:
         """Record that a task, the next one of its kind, has been run."""
-        index = task.micro_batch_index
-        if task.kind is TaskKind.FORWARD:
-            assert index == self.forwards_done, f"{task} after {self.forwards_done} forwards"
+        kind, index = task.kind, task.micro_batch_index
+        done = self.num_done(kind)
+        assert index == done, f"{task} after {done} {_PLURALS[kind]}"
+        if kind is TaskKind.FORWARD:
             self.forwards_done = index + 1
-        elif task.kind is TaskKind.BACKWARD:
-            assert index == self.backwards_done, f"{task} after {self.backwards_done} backwards"
+        elif kind is TaskKind.BACKWARD:
             self.backwards_done = index + 1
-        else:
-            assert index == self.recomputes_done, f"{task} after {self.recomputes_done} recomputes"
+        elif kind is TaskKind.RECOMPUTE:
             self.recomputes_done = index + 1
+        else:
+            self.weights_done = index + 1
 
     def __repr__(self) -> str:
         schedule = self.schedule
         return (
             f"StageState({schedule.name}, stage {schedule.stage_index} of {schedule.num_stages}, "
             f"N={schedule.num_micro_batches}, done F={self.forwards_done} R={self.recomputes_done} "
-            f"B={self.backwards_done}, arrived activations={self.activations_arrived} "
+            f"B={self.backwards_done} W={self.weights_done}, arrived activations={self.activations_arrived} "
             f"gradients={self.gradients_arrived})"
         )
 
 
 def next_task(state: StageState) -> Task | None:
     """The task to run now, or None: wait for an arrival (if ``is_done``: stop). Constant time, no effects."""
-    if state.schedule.opportunistic:
-        return _next_opportunistic(state)
-    return _next_in_order(state)
-
-
-def _next_in_order(state: StageState) -> Task | None:
-    """The next task of the strict order if its input is here."""
     schedule = state.schedule
-    position = state.forwards_done + state.recomputes_done + state.backwards_done
-    if position == len(schedule.order):
-        return None
-    task = schedule.order[position]
-    if task.kind is TaskKind.FORWARD and task.micro_batch_index >= state.activations_arrived:
-        return None
-    if (
-        task.kind is TaskKind.BACKWARD
-        and task.micro_batch_index >= state.gradients_arrived
-        and not schedule.is_last
-    ):
-        return None
-    return task
-
-
-def _next_opportunistic(state: StageState) -> Task | None:
-    """The ``varuna`` rule: the first of these that can run.
-
-    1. A forward, while fewer than ``low_in_flight`` are in flight: later stages must not starve.
-    2. The next backward if its gradient is here, its recompute first.
-    3. A forward, up to ``max_in_flight``.
-    4. The next backward's recompute, ahead of its gradient; one set of recomputed activations at a time.
-    """
-    schedule = state.schedule
-    forwards, backwards = state.forwards_done, state.backwards_done
-    in_flight = forwards - backwards
-    can_forward = in_flight < schedule.max_in_flight and forwards < state.activations_arrived
-    if can_forward and in_flight < schedule.low_in_flight:
-        return Task(TaskKind.FORWARD, forwards)
-    needs_recompute = schedule.recompute and in_flight > 0 and state.recomputes_done == backwards
-    if in_flight > 0 and (schedule.is_last or state.gradients_arrived > backwards):
-        return Task(TaskKind.RECOMPUTE if needs_recompute else TaskKind.BACKWARD, backwards)
-    if can_forward:
-        return Task(TaskKind.FORWARD, forwards)
-    return Task(TaskKind.RECOMPUTE, backwards) if needs_recompute else None
+    code = decide(
+        state.forwards_done,
+        state.recomputes_done,
+        state.backwards_done,
+        state.weights_done,
+        state.activations_arrived,
+        state.forwards_done if schedule.is_last else state.gradients_arrived,
+        schedule.num_micro_batches,
+        schedule.warm_up,
+        schedule.low_in_flight,
+        schedule.max_in_flight,
+        schedule.max_held,
+        schedule.recompute,
+        schedule.split,
+    )
+    kind = TASK_KINDS[code]
+    return None if kind is None else Task(kind, state.num_done(kind))
