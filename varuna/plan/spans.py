@@ -6,10 +6,11 @@ as in a real one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from varuna.plan.simulate import TaskSpan
-from varuna.spec import StagePosition
+from varuna.spec import StagePosition, Task, TaskKind
 
 REDUCE = "reduce"
 """From the end of the last task until this worker's gradients and buffers are summed: what is exposed of it."""
@@ -20,14 +21,22 @@ COMMIT = "commit"
 UPDATE = "update"
 """The optimizer."""
 
+_TASK_NAME = re.compile(r"([FRBW])(\d+)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something other than a task, in seconds from the start of the step."""
+    """A named stretch of time, in seconds from the start of the step."""
 
     name: str
     start_s: float
     end_s: float
+
+    @property
+    def task(self) -> Task | None:
+        """The task it is named after; None for reduce, commit, update."""
+        match = _TASK_NAME.fullmatch(self.name)
+        return None if match is None else Task(TaskKind(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +54,14 @@ class StepSpans:
     started_s: float
     tasks: tuple[TaskSpan, ...] = ()
     others: tuple[Span, ...] = ()
+
+    def all_spans(self, later_s: float = 0.0) -> tuple[Span, ...]:
+        """Tasks, by name, and then the others; all moved by ``later_s``."""
+        tasks = [Span(name=str(span.task), start_s=span.start_s, end_s=span.end_s) for span in self.tasks]
+        return tuple(
+            Span(name=span.name, start_s=span.start_s + later_s, end_s=span.end_s + later_s)
+            for span in (*tasks, *self.others)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
