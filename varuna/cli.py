@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from varuna.cli_simulate import simulate
+from varuna.cli_timeline import timeline
 from varuna.config import SCHEDULE_NAMES, LayoutConfig
 from varuna.errors import ConfigError, UserError
 from varuna.launch.naming import new_run_id
@@ -140,6 +142,10 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
 
     flags = [recompute and stage_index < stages - 1 for stage_index in range(stages)]
     click.echo(render_schedule(name, stages, micro_batches, flags))
+
+
+main.add_command(simulate)
+main.add_command(timeline)
 
 
 def _layout(

@@ -32,6 +32,16 @@ def human_duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def human_seconds(seconds: float) -> str:
+    """Three digits, however short: 12.3 s, 873 ms, 40 µs; from a minute on as ``human_duration``."""
+    if seconds >= 59.95:
+        return human_duration(seconds)
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds == 0 or seconds * factor >= 0.9995:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
 def sparkline(values: Sequence[float]) -> str:
     """One block a value, the least lowest and the greatest highest; what is not finite is a space."""
     finite = [value for value in values if math.isfinite(value)]

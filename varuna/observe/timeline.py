@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from varuna.errors import ConfigError
+from varuna.observe.text import human_seconds
 from varuna.plan.spans import UPDATE, Span, StepSpans, WorkerTrace
 
 LEGEND = "F forward, R recompute, B backward, W weight gradients, ~ reduce or commit, U update, . idle"
@@ -35,7 +36,7 @@ def render_timeline(traces: Sequence[WorkerTrace], *, width: int = 100, step_ind
     end_s = max((span.end_s for row in rows for span in row), default=0.0) or 1.0
     labels = _labels(traces, steps, end_s)
     indent = " " * len(labels[0])
-    lines = [f"step {index}: {_seconds(end_s)}, one column is {_seconds(end_s / width)}"]
+    lines = [f"step {index}: {human_seconds(end_s)}, one column is {human_seconds(end_s / width)}"]
     lines += [f"{label}| {_row(row, end_s, width)}" for label, row in zip(labels, rows, strict=True)]
     lines += [f"{indent}  {line}" for line in (*_scale(end_s, width), LEGEND)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -114,7 +115,7 @@ def _scale(end_s: float, width: int) -> tuple[str, str]:
     axis, labels = ["-"] * width, ""
     for number in range(int(end_s / tick_s) + 1):
         column = round(number * tick_s / end_s * width)
-        label = _seconds(number * tick_s)
+        label = human_seconds(number * tick_s)
         if column >= width or column < len(labels):
             continue
         axis[column] = "+"
@@ -126,11 +127,3 @@ def _tick_s(end_s: float) -> float:
     """1, 2 or 5 times a power of ten, so that there are 4 to 10 ticks."""
     power = 10.0 ** math.floor(math.log10(end_s / 4))
     return max(factor * power for factor in (1.0, 2.0, 5.0) if factor * power <= end_s / 4)
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits at most, in s, ms or µs."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds == 0 or seconds * factor >= 0.9995:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
