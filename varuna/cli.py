@@ -13,7 +13,7 @@ import click
 
 from varuna.cli_simulate import simulate
 from varuna.cli_timeline import timeline
-from varuna.config import SCHEDULE_NAMES, LayoutConfig
+from varuna.config import SCHEDULE_NAMES, LayoutConfig, TraceConfig
 from varuna.errors import ConfigError, UserError
 from varuna.launch.naming import new_run_id
 
@@ -79,6 +79,8 @@ def main() -> None:
     help="Whose output to show: worker 0's, or everyone's, each line with its worker.",
 )
 @click.option("--no-check", is_flag=True, help="Skip comparing one split step with one unsplit step at start.")
+@click.option("--trace", type=click.Path(dir_okay=False), help="Record some steps for https://ui.perfetto.dev.")
+@click.option("--trace-steps", help="Which: 5:8 is steps 5, 6 and 7, counted from 0. Default: 2:5.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -92,6 +94,8 @@ def run(
     log_dir: Path | None,
     show: str,
     no_check: bool,
+    trace: str | None,
+    trace_steps: str | None,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -106,6 +110,7 @@ def run(
             f"{layout.num_stages} stages need as many workers, and there are {num_workers}. Use --workers "
             f"{layout.num_stages} or more, or fewer stages."
         )
+    traced = _traced(trace, trace_steps)
     if not is_module and not Path(script).is_file():
         raise ConfigError(
             f"No file {script!r} in {Path.cwd()}. Give the path of a Python script, or -m and a module."
@@ -125,7 +130,7 @@ def run(
         log_dir=directory,
         show_all=show == "all",
     )
-    exit_code = run_local(job, os.environ)
+    exit_code = run_local(job, {**os.environ, **traced})
     if exit_code == 0 and log_dir is None:
         _remove_if_empty(directory)
     sys.exit(exit_code)
@@ -166,6 +171,18 @@ def _layout(
     if recompute is not None:
         layout = replace(layout, recompute=recompute)
     return replace(layout, check=False) if no_check else layout
+
+
+def _traced(path: str | None, steps: str | None) -> dict[str, str]:
+    """What workers find in their environment about a trace; nothing if the environment says it already."""
+    if path is None and steps is not None:
+        raise ConfigError(f"--trace-steps {steps} needs a file to write to. Add --trace FILE.")
+    if path is None:
+        return {}
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise ConfigError(f"The trace cannot be written to {path}: there is no folder {file.parent}.")
+    return TraceConfig.parse(str(file), steps or "").to_env()
 
 
 def _default_workers() -> int:

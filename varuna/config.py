@@ -162,6 +162,58 @@ class LayoutConfig:
         return environ
 
 
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Which steps to record, and where to write them.
+
+    Attributes:
+        path: the file, written by worker 0.
+        first_step, end_step: steps ``first_step <= t < end_step``, counted as ``Step.index``. The first two are
+            left out by default: they warm up.
+    """
+
+    path: str
+    first_step: int = 2
+    end_step: int = 5
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> TraceConfig | None:
+        """``VARUNA_TRACE`` (a file) and ``VARUNA_TRACE_STEPS`` (such as 5:8); None: record nothing.
+
+        Raises:
+            ConfigError: the steps cannot be read.
+        """
+        path = environ.get("VARUNA_TRACE")
+        if not path:
+            return None
+        return TraceConfig.parse(path, environ.get("VARUNA_TRACE_STEPS") or "")
+
+    @staticmethod
+    def parse(path: str, steps: str) -> TraceConfig:
+        """``steps`` is such as 5:8 (steps 5, 6 and 7, counted from 0), or empty for the default.
+
+        Raises:
+            ConfigError: the steps cannot be read.
+        """
+        if not steps:
+            return TraceConfig(path=path)
+        first, colon, end = steps.partition(":")
+        if not colon or not first.isdecimal() or not end.isdecimal() or int(first) >= int(end):
+            raise ConfigError(
+                f"Steps to trace {steps!r} cannot be read. Write 5:8 for steps 5, 6 and 7, counted from 0."
+            )
+        return TraceConfig(path=path, first_step=int(first), end_step=int(end))
+
+    def to_env(self) -> dict[str, str]:
+        """The variables from which ``from_env`` reads this value back."""
+        return {"VARUNA_TRACE": self.path, "VARUNA_TRACE_STEPS": f"{self.first_step}:{self.end_step}"}
+
+    @property
+    def steps(self) -> range:
+        """The steps."""
+        return range(self.first_step, self.end_step)
+
+
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Where captures and profiles are kept between runs: ``VARUNA_CACHE_DIR``, else varuna/ in the XDG cache.
 

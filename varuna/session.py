@@ -21,11 +21,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from varuna.config import LayoutConfig, WorldConfig, cache_dir
+from varuna.config import LayoutConfig, TraceConfig, WorldConfig, cache_dir
 from varuna.errors import PeerLost, RunError
-from varuna.events import Evaluated, Event, EventBus, StepFinished, TrainFinished, TrainStarted
+from varuna.events import Evaluated, Event, EventBus, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
 from varuna.observe import progress_listener
+from varuna.observe.trace import save_trace
 from varuna.partition.sequential import as_module
 from varuna.plan.spans import UPDATE
 from varuna.run.arguments import (
@@ -52,6 +53,7 @@ from varuna.run.precision import AutocastSpec, LossScaler, Precision
 from varuna.run.random import preserved_generators
 from varuna.run.start import StartRequest, start_job
 from varuna.run.startup import join_world, leader_first, pick_device, tokens_per_sample
+from varuna.run.trace import Recording, TraceCollector
 from varuna.spec import Plan, SectionSpec, Step
 
 __all__ = ["Varuna"]
@@ -130,6 +132,7 @@ class Varuna:
         check_callables(
             loss_fn=loss_fn, loss_weight=loss_weight, collate_fn=collate_fn, init_weights=init_weights
         )
+        self._trace = TraceConfig.from_env(os.environ)
         self._request = StartRequest(
             model=self._model,
             optimizer=optimizer,
@@ -155,6 +158,7 @@ class Varuna:
                 loss_fn=loss_fn,
                 cache_dir=cache_dir(os.environ) / "captures",
             ),
+            traced_steps=self._trace.steps if self._trace is not None else range(0),
         )
         self._scaler = LossScaler.initial(number_format)
         self._bus = EventBus()
@@ -163,6 +167,7 @@ class Varuna:
         self._step_index = 0
         self._generation: Generation | None = None
         self._store: Store | None = None
+        self._collector: TraceCollector | None = None
         self._broken = ""
 
     # --- what a user asks -------------------------------------------------------------------
@@ -260,7 +265,16 @@ class Varuna:
         world = join_world(self._config, self._device)
         self._store = world.store
         with self._guarded(), preserved_generators(self._device):
-            return start_job(self._request, world, self._bus.publish)
+            generation = start_job(self._request, world, self._bus.publish)
+        if self._trace is not None:
+            self._collector = TraceCollector(self._trace.steps, generation, self._save_trace)
+            self._request.job.spans.subscribe(self._collector)
+        return generation
+
+    def _save_trace(self, recording: Recording) -> None:
+        assert self._trace is not None
+        told = save_trace(self._trace.path, recording.workers, clock_accuracy_s=recording.clock_accuracy_s)
+        self._bus.publish(Notice(text=told))
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -275,6 +289,9 @@ class Varuna:
                 num_done += 1
                 self._bus.publish(StepFinished(step=step))
                 yield step
+            if self._collector is not None:
+                with self._guarded():
+                    self._collector.collect()
         except BaseException as raised:
             error = "" if isinstance(raised, GeneratorExit) else f"{type(raised).__name__}: {raised}"
             raise

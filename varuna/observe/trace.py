@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from varuna.errors import ConfigError
+from varuna.observe.text import human_seconds
 from varuna.plan.simulate import TaskSpan
 from varuna.plan.spans import UPDATE, Span, StepSpans, WorkerTrace
 from varuna.spec import StagePosition, TaskKind
@@ -64,18 +64,34 @@ def write_trace(path: Path, traces: Sequence[WorkerTrace], notes: Mapping[str, s
     Raises:
         ConfigError: it cannot be written there.
     """
-    data = encode_trace(traces, notes)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(data)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        try:
+            partial.write_bytes(encode_trace(traces, notes))
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot write the trace {path}: {error.strerror}.") from error
+
+
+def save_trace(path: str, workers: Sequence[WorkerTrace], *, clock_accuracy_s: float) -> str:
+    """Write the trace of a run that goes on; returns a line that says so, or why not: that ends no run."""
+    if not workers:
+        return f"{path} is not written: no step to trace was run."
+    steps = [step.step_index for step in workers[0].steps]
+    clocks = "shared by all workers"
+    if clock_accuracy_s > 0:
+        clocks = f"of different machines, aligned to within {human_seconds(clock_accuracy_s)}"
+    try:
+        write_trace(Path(path), workers, {"source": "recorded", "clocks": clocks})
+    except ConfigError as error:
+        return str(error)
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return (
+        f"{path} has what {len(workers)} workers did in {which}: open it in https://ui.perfetto.dev, or with "
+        f"`varuna timeline`."
+    )
 
 
 def read_trace(path: Path) -> tuple[WorkerTrace, ...]:

@@ -58,6 +58,7 @@ class StartRequest:
         init_weights: the user's function for models on the meta device.
         job: data and arithmetic.
         options: how the model is captured and cut.
+        traced_steps: which steps are recorded for a trace file.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class StartRequest:
     init_weights: Callable[[nn.Module], None] | None
     job: JobSpec
     options: PartitionOptions
+    traced_steps: range = range(0)
 
 
 def start_job(request: StartRequest, world: World, publish: Publish) -> Generation:
@@ -87,6 +89,7 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> Generati
             "seed": job.seed,
             "precision": request.precision.value,
             "the dataset's length": len(job.dataset),
+            "the steps to trace": [request.traced_steps.start, request.traced_steps.stop],
         },
     )
     convert_model(request.model, request.precision)
