@@ -1,8 +1,8 @@
 """Reads numbers out of a profile: what a stage, a message and an all-reduce cost. Pure functions.
 
 Micro-batch sizes that were not measured: between two measured ones linear; above the largest along the line of
-the two largest; below the smallest along the line of the two smallest, but never less than in proportion (what a
-task costs for no samples at all is not negative). With one measured size everything is in proportion to it.
+the two largest; below the smallest along the line of the two smallest, but never less than in proportion (no
+samples at all cost nothing or more). With one measured size everything is in proportion to it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class StageCosts:
     """What a run of sections costs on one worker at one micro-batch size.
 
     Attributes:
-        forward_s, recompute_s, backward_s, weight_s: sums over its sections, as in ``TaskCosts``: ``backward_s``
-            is the whole backward, of which a split one puts off ``weight_s``.
+        forward_s, recompute_s, backward_s, weight_s: sums over its sections, as in ``TaskCosts``:
+            ``backward_s`` is the whole backward, of which a split one puts off ``weight_s``.
         activation_bytes, weight_bytes: sums of what is kept, as in ``TaskCosts``; without the received input.
         workspace_bytes: of the section that needs most.
         received_bytes, returned_bytes: at the cut before it, forward and backward; 0 on the first stage.
@@ -41,7 +41,7 @@ class StageCosts:
 
 
 def stage_costs(profile: Profile, first_section: int, end_section: int, micro_batch_size: int) -> StageCosts:
-    """Costs of sections ``first_section <= i < end_section`` for micro-batches of ``micro_batch_size`` samples."""
+    """Costs of sections ``first_section <= i < end_section`` for micro-batches of that many samples."""
     costs = [
         section_costs(section, micro_batch_size) for section in profile.sections[first_section:end_section]
     ]
@@ -68,8 +68,8 @@ def section_costs(section: SectionProfile, micro_batch_size: int) -> TaskCosts:
             return cost
     if micro_batch_size < 1 or not section.costs:
         raise PlanError(
-            f"Section {section.index} ({section.name}) has {len(section.costs)} measured micro-batch sizes, and "
-            f"costs for micro-batches of {micro_batch_size} are asked for. Both must be at least 1."
+            f"Section {section.index} ({section.name}) has {len(section.costs)} measured micro-batch sizes, "
+            f"and costs for micro-batches of {micro_batch_size} are asked for. Both must be at least 1."
         )
     sizes = [cost.micro_batch_size for cost in section.costs]
     values = {

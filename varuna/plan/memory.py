@@ -25,7 +25,8 @@ def stage_memory_bytes(
 
     Args:
         profile: sizes.
-        first_section, end_section: sections ``first_section <= i < end_section``.
+        first_section: the stage holds sections from this one on,
+        end_section: up to but without this one.
         micro_batch_size: m.
         recompute: activations are dropped after forward; the effective flag (``StageSchedule.recompute``).
         peak_in_flight: most micro-batches between forward and backward.

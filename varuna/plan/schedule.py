@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from varuna.errors import PlanError
-from varuna.plan.decide import decide
+from varuna.plan.decide import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, decide
 from varuna.spec import Task, TaskKind
 
 SCHEDULES = ("varuna", "1f1b", "gpipe", "zero-bubble")
@@ -111,7 +111,7 @@ def stage_schedule(
         num_micro_batches: micro-batches of the pipeline in one step, at least 1.
         recompute: per stage, whether the plan lets it recompute.
         max_in_flight: the most micro-batches between forward and backward on this stage; 0 is the schedule's
-        own.
+            own. With ``zero-bubble`` also the most sets of activations.
 
     Raises:
         PlanError: unknown name, numbers that do not fit, or ``max_in_flight`` below what a fixed order needs.
@@ -125,6 +125,7 @@ def stage_schedule(
         max_in_flight=max_in_flight,
     )
     is_last = stage_index == num_stages - 1
+    split = name == "zero-bubble"
     is_strict = name in ("1f1b", "gpipe")
     if is_strict:
         limit = num_micro_batches if name == "gpipe" else min(num_micro_batches, num_stages - stage_index)
@@ -137,6 +138,11 @@ def stage_schedule(
     else:
         default = default_max_in_flight(num_stages, stage_index)
         limit = min(num_micro_batches, default if is_last else max_in_flight or default)
+    held = 0
+    if split:
+        short_of_memory = bool(recompute[stage_index]) or (is_last and any(recompute))
+        held = default_max_held(num_stages, stage_index, recompute=short_of_memory)
+        held = min(held, num_micro_batches, max_in_flight or held)
     return StageSchedule(
         name=name,
         num_stages=num_stages,
@@ -144,8 +150,8 @@ def stage_schedule(
         num_micro_batches=num_micro_batches,
         recompute=bool(recompute[stage_index]) and not (is_last and name != "gpipe"),
         max_in_flight=limit,
-        split=name == "zero-bubble",
-        max_held=default_max_held(num_stages, stage_index) if name == "zero-bubble" else 0,
+        split=split,
+        max_held=held,
         warm_up=limit if is_strict else 0,
     )
 
@@ -178,9 +184,14 @@ def default_max_in_flight(num_stages: int, stage_index: int) -> int:
     return 2 * (num_stages - stage_index) + 2
 
 
-def default_max_held(num_stages: int, stage_index: int) -> int:
-    """The limit of a ``zero-bubble`` stage: sets of activations in memory, whether in flight or held for weights."""
-    return 2 * num_stages
+def default_max_held(num_stages: int, stage_index: int, *, recompute: bool) -> int:
+    """The limit of a ``zero-bubble`` stage: sets of activations in memory, in flight or kept for weights.
+
+    P + P / 2 + 2 of them are as fast as any number; P, what the first stage of ``1f1b`` has, cost up to a tenth
+    of the time. Where activations are recomputed memory is short: at most 4. Figures are in
+    docs/concepts/plan.md.
+    """
+    return min(stage_index + 2, 4) if recompute else num_stages + num_stages // 2 + 2
 
 
 def _strict_order(schedule: StageSchedule) -> Iterator[Task]:
@@ -189,8 +200,9 @@ def _strict_order(schedule: StageSchedule) -> Iterator[Task]:
     done = [0, 0, 0, 0, 0]
     while True:
         code = decide(
-            *done[1:], total, total, total, schedule.warm_up, 0, 0, 0, schedule.recompute, schedule.split
-        )
+            done[FORWARD], done[RECOMPUTE], done[BACKWARD], done[WEIGHT],
+            total, total, total, schedule.warm_up, 0, 0, 0, schedule.recompute, schedule.split,
+        )  # fmt: skip
         kind = TASK_KINDS[code]
         if kind is None:
             return

@@ -29,8 +29,8 @@ LatencyOf = Callable[[int, Task], float]
 class StageTimes:
     """Seconds that the tasks of one stage take.
 
-    ``backward_s`` is the whole backward; ``weight_s`` is the part of it that a schedule with split backwards puts
-    off, as a task of its own.
+    ``backward_s`` is the whole backward; ``weight_s`` is the part of it that a schedule with split backwards
+    puts off, as a task of its own.
     """
 
     forward_s: float

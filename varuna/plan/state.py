@@ -66,7 +66,7 @@ class StageState:
 
     @property
     def num_held(self) -> int:
-        """Sets of activations in memory: from forward (or recompute) to the end of backward in all its parts."""
+        """Sets of activations in memory: from forward (or recompute) to the end of all parts of backward."""
         schedule = self.schedule
         made = self.recomputes_done if schedule.recompute else self.forwards_done
         return made - (self.weights_done if schedule.split else self.backwards_done)
