@@ -1,0 +1,172 @@
+"""A profile as arrays: every section at many micro-batch sizes, and sums over any run of sections.
+
+The same numbers as ``costs`` and ``memory`` give one stage at a time, for a search that asks for thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna.plan.costs import all_reduce_s, section_costs
+from varuna.plan.memory import BUCKET_BYTES
+from varuna.plan.profile import Profile, TaskCosts
+
+Floats = NDArray[np.float64]
+
+_FIELDS = tuple(field.name for field in fields(TaskCosts) if field.name != "micro_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTable:
+    """Sections at one micro-batch size: sums over all sections before an index (``[S + 1]``), or per section.
+
+    Attributes:
+        forward_s, recompute_s, backward_s, weight_s, activation_bytes, weight_bytes: sums before each index.
+        workspace_bytes: per section ``[S]``.
+        forward_bytes, backward_bytes: what crosses the cut before each section, ``[S + 1]``, 0 at both ends.
+    """
+
+    forward_s: Floats
+    recompute_s: Floats
+    backward_s: Floats
+    weight_s: Floats
+    activation_bytes: Floats
+    weight_bytes: Floats
+    workspace_bytes: Floats
+    forward_bytes: Floats
+    backward_bytes: Floats
+
+
+class SectionTable:
+    """All sections at any micro-batch size; interpolates as ``costs.section_costs`` does, all at once.
+
+    Attributes:
+        sizes: measured micro-batch sizes of any section, ascending.
+        values: per field of ``TaskCosts``: ``[len(sizes), S]``.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        sizes = sorted({cost.micro_batch_size for section in profile.sections for cost in section.costs})
+        costs = [[section_costs(section, size) for section in profile.sections] for size in sizes]
+        self.sizes = np.asarray(sizes, dtype=np.float64)
+        self.values = {
+            name: np.asarray([[getattr(cost, name) for cost in row] for row in costs], dtype=np.float64)
+            for name in _FIELDS
+        }
+        self._runs: dict[int, RunTable] = {}
+
+    def totals(self, name: str, micro_batch_sizes: Floats) -> Floats:
+        """One field summed over all sections, at each of many sizes."""
+        return _interpolate(self.sizes, self.values[name].sum(axis=1)[:, None], micro_batch_sizes)[:, 0]
+
+    def runs(self, micro_batch_size: int) -> RunTable:
+        """Sums over runs of sections at one size."""
+        if micro_batch_size not in self._runs:
+            wanted = np.asarray([micro_batch_size], dtype=np.float64)
+            values = {name: _interpolate(self.sizes, known, wanted)[0] for name, known in self.values.items()}
+            self._runs[micro_batch_size] = RunTable(
+                forward_s=_sums(values["forward_s"]),
+                recompute_s=_sums(values["recompute_s"]),
+                backward_s=_sums(values["backward_s"]),
+                weight_s=_sums(values["weight_s"]),
+                activation_bytes=_sums(values["activation_bytes"]),
+                weight_bytes=_sums(values["weight_bytes"]),
+                workspace_bytes=values["workspace_bytes"],
+                forward_bytes=_cuts(values["output_bytes"]),
+                backward_bytes=_cuts(values["gradient_bytes"]),
+            )
+        return self._runs[micro_batch_size]
+
+
+@dataclass(frozen=True)
+class Residents:
+    """What runs of sections keep and reduce, whatever the micro-batch size; arrays are ``[S + 1, S + 1]``."""
+
+    profile: Profile
+
+    @cached_property
+    def gradient_bytes(self) -> Floats:
+        """Gradients of sections ``[a, b)``, a tied one once."""
+        return np.round(self._runs("gradient_bytes") * self._share)
+
+    @cached_property
+    def update_s(self) -> Floats:
+        """Seconds of the optimizer for sections ``[a, b)``."""
+        return self._runs("update_s")
+
+    @cached_property
+    def alone_bytes(self) -> Floats:
+        """``memory.resident_bytes`` of a stage that no other worker holds too."""
+        parameters = self._runs("parameter_bytes") - self._twice
+        optimizer = np.round(self._runs("optimizer_bytes") * self._share)
+        return self.profile.runtime_bytes + parameters + self.gradient_bytes + optimizer
+
+    @cached_property
+    def shared_bytes(self) -> Floats:
+        """``memory.resident_bytes`` of a stage that has replicas."""
+        return self.alone_bytes + np.minimum(self.gradient_bytes, BUCKET_BYTES)
+
+    def reduce_s(self, num_workers: int, across_machines: bool) -> Floats:
+        """Seconds of the all-reduce of sections ``[a, b)``; exact where ``all_reduce_s`` is linear in bytes."""
+        most = float(self.gradient_bytes[0, -1])
+        if num_workers < 2 or most == 0:
+            return np.zeros_like(self.gradient_bytes)
+        knots = {0.0, 1.0, most} | {
+            float(point.num_bytes)
+            for point in self.profile.all_reduce
+            if point.across_machines == across_machines and point.num_bytes < most
+        }
+        sizes = sorted(knots)
+        seconds = [all_reduce_s(self.profile, num_workers, size, across_machines) for size in sizes]
+        return np.asarray(np.interp(self.gradient_bytes, sizes, seconds))
+
+    @cached_property
+    def _twice(self) -> Floats:
+        """Bytes of parameters that sections ``[a, b)`` count more than once."""
+        num_sections = len(self.profile.sections)
+        twice = np.zeros((num_sections + 1, num_sections + 1))
+        for tie in self.profile.ties:
+            used = np.zeros(num_sections)
+            used[list(tie.section_indices)] = 1
+            before = _sums(used)
+            twice += np.maximum(0, before[None, :] - before[:, None] - 1) * tie.num_bytes
+        return twice
+
+    @cached_property
+    def _share(self) -> Floats:
+        parameters = self._runs("parameter_bytes")
+        return 1 - np.divide(self._twice, parameters, out=np.zeros_like(parameters), where=parameters > 0)
+
+    def _runs(self, name: str) -> Floats:
+        before = _sums(np.asarray([getattr(section, name) for section in self.profile.sections], dtype=float))
+        return np.maximum(0.0, before[None, :] - before[:, None])
+
+
+def _sums(values: Floats) -> Floats:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _cuts(after: Floats) -> Floats:
+    """Bytes after each section as bytes before each, with nothing before the first and after the last."""
+    return np.concatenate(([0.0], after[:-1], [0.0]))
+
+
+def _interpolate(known: Floats, values: Floats, wanted: Floats) -> Floats:
+    """``costs._at`` for arrays: ``values[known, S]`` at ``wanted``."""
+    if len(known) == 1:
+        return values * (wanted / known[0])[:, None]
+    left = np.clip(np.searchsorted(known, wanted, side="right") - 1, 0, len(known) - 2)
+    share = ((wanted - known[left]) / (known[left + 1] - known[left]))[:, None]
+    step = values[left + 1] - values[left]
+    result = values[left] + share * step
+    below, above = wanted < known[0], wanted > known[-1]
+    if below.any():
+        line = values[0] + share[below] * np.maximum(0.0, step[below])
+        result[below] = np.maximum(values[0] * (wanted[below] / known[0])[:, None], line)
+    if above.any():
+        result[above] = values[-1] + (share[above] - 1) * np.maximum(0.0, step[above])
+    return result
