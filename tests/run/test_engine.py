@@ -70,7 +70,10 @@ class AddingStage:
     def recompute(self, micro_batch_index: int) -> None:
         self.calls.append(("R", micro_batch_index, True))
 
-    def backward(self, micro_batch_index: int, gradients: Message | None, *, is_final: bool) -> Message | None:
+    def backward(
+        self, micro_batch_index: int, gradients: Message | None, *, is_final: bool, split: bool
+    ) -> Message | None:
+        assert split == self.schedule.split
         self.calls.append(("B", micro_batch_index, is_final))
         if gradients is None:
             value = torch.tensor(float(micro_batch_index))
@@ -82,6 +85,9 @@ class AddingStage:
             self.results[micro_batch_index] = value.item()
             return None
         return Message(values=(value, None))
+
+    def weight_gradients(self, micro_batch_index: int, *, is_final: bool) -> None:
+        self.calls.append(("W", micro_batch_index, is_final))
 
 
 def schedules_of(
@@ -128,10 +134,12 @@ def test_values_and_order(name: str, num_stages: int, recompute: bool) -> None:
         assert programs[-1].results == {k: k + num_stages - 1 for k in ks}
         assert programs[0].results == {k: k * 2.0 ** (num_stages - 1) for k in ks}
     for program, schedule, trace in zip(programs, schedules, traces, strict=True):
-        by_kind = {kind: [call for call in program.calls if call[0] == kind] for kind in "FRB"}
+        by_kind = {kind: [call for call in program.calls if call[0] == kind] for kind in "FRBW"}
         assert by_kind["F"] == [("F", k, not schedule.recompute) for k in ks]
         assert by_kind["R"] == ([("R", k, True) for k in ks] if schedule.recompute else [])
         assert by_kind["B"] == [("B", k, k == ks[-1]) for k in ks]
+        assert by_kind["W"] == ([("W", k, k == ks[-1]) for k in ks] if schedule.split else [])
+        assert not schedule.split or program.calls[-1][0] == "W"
         called = [f"{kind}{k - FIRST}" for kind, k, _ in program.calls]
         assert [str(span.task) for span in trace.spans] == called
         if not schedule.opportunistic:
@@ -233,20 +241,28 @@ def test_sixteen_processes_drain(name: str, recompute: bool) -> None:
     schedules = schedules_of(name, num_stages, num_micro_batches, recompute=recompute)
     times = [StageTimes(forward_s=0.0, backward_s=0.0)] * num_stages
     run = run_emulated_pipeline(schedules, times, activation_bytes=1000, timeout_s=60)
+    for schedule, peak in zip(schedules, run.peak_held, strict=True):
+        assert peak <= (schedule.max_held if schedule.split else schedule.max_in_flight)
     for schedule, timeline, peak in zip(schedules, run.steps[0].timelines, run.peak_in_flight, strict=True):
-        assert len(timeline) == num_micro_batches * (3 if schedule.recompute else 2)
+        assert len(timeline) == num_micro_batches * (2 + schedule.recompute + schedule.split)
         assert peak <= schedule.max_in_flight
         if not schedule.opportunistic:
             assert tuple(span.task for span in timeline) == schedule.order
 
 
-def test_emulated_stages_take_their_stated_time() -> None:
-    times = [StageTimes(forward_s=0.02, backward_s=0.04)] * 3
-    run = run_emulated_pipeline(schedules_of("1f1b", 3, 4), times, activation_bytes=100, num_steps=2)
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+def test_emulated_stages_take_their_stated_time(name: str) -> None:
+    times = [StageTimes(forward_s=0.02, backward_s=0.04, weight_s=0.015)] * 3
+    run = run_emulated_pipeline(schedules_of(name, 3, 4), times, activation_bytes=100, num_steps=2)
+    work_s = 4 * (0.02 + 0.04)
     ideal_s = ideal_makespan("1f1b", times=times, num_micro_batches=4, recompute=[False] * 3)
-    assert all(ideal_s <= step.makespan_s < 3 * ideal_s for step in run.steps)
+    assert all(work_s < step.makespan_s < 3 * ideal_s for step in run.steps)
+    if name == "1f1b":
+        assert all(step.makespan_s >= ideal_s for step in run.steps)
+    backward_s = 0.025 if name == "zero-bubble" else 0.04
+    least_s = {TaskKind.FORWARD: 0.02, TaskKind.BACKWARD: backward_s, TaskKind.WEIGHT: 0.015}
     for span in run.steps[1].timelines[1]:
-        assert span.end_s - span.start_s >= (0.02 if span.task.kind is TaskKind.FORWARD else 0.04)
+        assert span.end_s - span.start_s >= least_s[span.task.kind]
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -273,14 +289,20 @@ class FailingStage(AddingStage):
     def recompute(self, micro_batch_index: int) -> None:
         self._maybe_fail("recompute", micro_batch_index)
 
-    def backward(self, micro_batch_index: int, gradients: Message | None, *, is_final: bool) -> Message | None:
+    def backward(
+        self, micro_batch_index: int, gradients: Message | None, *, is_final: bool, split: bool
+    ) -> Message | None:
         self._maybe_fail("backward", micro_batch_index)
-        return super().backward(micro_batch_index, gradients, is_final=is_final)
+        return super().backward(micro_batch_index, gradients, is_final=is_final, split=split)
+
+    def weight_gradients(self, micro_batch_index: int, *, is_final: bool) -> None:
+        self._maybe_fail("weight gradients", micro_batch_index)
 
 
-@pytest.mark.parametrize("operation", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("operation", ["forward", "recompute", "backward", "weight gradients"])
 def test_an_exception_in_user_code_is_placed_and_reaches_every_stage(operation: str) -> None:
-    schedules = schedules_of("gpipe", 3, 4, recompute=True)
+    name = "zero-bubble" if operation == "weight gradients" else "gpipe"
+    schedules = schedules_of(name, 3, 4, recompute=True)
     cause = ValueError("no such luck")
     programs: list[StageProgram] = [AddingStage(schedule) for schedule in schedules]
     programs[1] = FailingStage(schedules[1], operation, 2, cause)
@@ -311,8 +333,11 @@ def test_an_exception_in_user_code_is_placed_and_reaches_every_stage(operation: 
         1,
         5,
     )
-    # All that the last stage needs may have reached it before a backward fails in the middle.
+    # All that the last stage needs may have reached it before a backward fails in the middle, and all that both
+    # need before weight gradients do.
     lost = [left] if right is None and operation != "forward" else [left, right]
+    if operation == "weight gradients":
+        lost = [error for error in (left, right) if error is not None]
     for error in lost:
         assert isinstance(error, PeerLost)
         assert "Worker 1 (stage 1, 127.0.0.1:" in str(error)
@@ -388,11 +413,11 @@ def test_a_worker_killed_in_mid_step_is_noticed_by_all_at_once(name: str) -> Non
 
     class Dying(AddingStage):
         def backward(
-            self, micro_batch_index: int, gradients: Message | None, *, is_final: bool
+            self, micro_batch_index: int, gradients: Message | None, *, is_final: bool, split: bool
         ) -> Message | None:
             if micro_batch_index == FIRST + 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().backward(micro_batch_index, gradients, is_final=is_final)
+            return super().backward(micro_batch_index, gradients, is_final=is_final, split=split)
 
     def work(rank: int, store: Store) -> object:
         channels = open_channels(store, address_of(rank, 4), options())

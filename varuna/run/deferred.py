@@ -1,9 +1,9 @@
 """Backward in two parts: gradients of inputs now (B), gradients of weights later (W). Nothing is run twice.
 
     pending = PendingWeights(device)
-    with pending.collect(section): outputs = section.run(...)                     # forward, or recompute
-    with pending.collect(section): torch.autograd.backward(outputs, gradients)    # B
-    pending.run()                                                                 # W: adds to .grad
+    with pending.collect(sections): outputs = ...                                  # forward, or recompute
+    with pending.collect(sections): torch.autograd.backward(outputs, gradients)    # B
+    pending.run()                                                                  # W: adds to .grad
 
 In forward, an operator of ``weight_operators.py`` on a parameter runs as an autograd function whose backward
 computes the input's gradient and keeps (input, gradient of the output); the rest of what forward saved is freed
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,11 +71,11 @@ class PendingWeights:
         self._anchor_node = get_gradient_edge(self._anchor).node
 
     @contextlib.contextmanager
-    def collect(self, section: Section) -> Iterator[None]:
-        """Around forward, recompute or backward of a section (of ``deferring``)."""
+    def collect(self, sections: Iterable[Section]) -> Iterator[None]:
+        """Around forward, recompute or backward of sections that ``deferring`` made."""
         token = _collecting.set(self)
         try:
-            with _Watch(self) if runs_modules(section) else contextlib.nullcontext():
+            with _Watch(self) if any(map(_runs_modules, sections)) else contextlib.nullcontext():
                 yield
         finally:
             _collecting.reset(token)
@@ -229,7 +229,7 @@ def _lowered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 # --- sections -------------------------------------------------------------------------------
 
 
-def runs_modules(section: Section) -> bool:
+def _runs_modules(section: Section) -> bool:
     """Whether a section runs modules as they are, alone or inside its graph."""
     return not isinstance(section.program, GraphProgram) or bool(section.program.leaves)
 
@@ -237,7 +237,7 @@ def runs_modules(section: Section) -> bool:
 def deferring(section: Section) -> Section:
     """The section, its graph calling the operators through the ``PendingWeights`` that collects, if any."""
     program = section.program
-    if runs_modules(section) or not isinstance(program, GraphProgram):
+    if _runs_modules(section) or not isinstance(program, GraphProgram):
         return section
     return replace(section, program=replace(program, module=_with_deferred_calls(program.module)))
 
@@ -260,6 +260,7 @@ def _call_of(function: Callable[..., Any]) -> Callable[..., Any]:
         pending = _collecting.get()
         return function(*args, **kwargs) if pending is None else pending.call(function, args, kwargs)
 
+    deferred.__name__ = f"deferred_{function.__name__.replace('.', '_')}"
     return deferred
 
 

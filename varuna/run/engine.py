@@ -61,14 +61,23 @@ class StageProgram(Protocol):
     def recompute(self, micro_batch_index: int) -> None:
         """Run forward again, this time keeping what backward needs."""
 
-    def backward(self, micro_batch_index: int, gradients: Message | None, *, is_final: bool) -> Message | None:
+    def backward(
+        self, micro_batch_index: int, gradients: Message | None, *, is_final: bool, split: bool
+    ) -> Message | None:
         """Run backward on the gradients of what forward sent (None on the last stage).
 
-        ``is_final`` is True for the last backward of this stage in this step: gradients are complete after it.
+        Args:
+            micro_batch_index: k in the global batch.
+            gradients: in CPU memory, owned by the callee; None on the last stage.
+            is_final: the last backward of this stage in this step; unless split, gradients are complete then.
+            split: gradients of inputs only; ``weight_gradients`` comes later.
 
         Returns:
             Gradients of what forward received; None on the first stage.
         """
+
+    def weight_gradients(self, micro_batch_index: int, *, is_final: bool) -> None:
+        """Run what a split backward put off; gradients are complete after the one that ``is_final``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,15 +168,25 @@ def run_forward_only(
 def _run_task(program: StageProgram, schedule: StageSchedule, neighbours: Neighbours, task: Task) -> None:
     index = task.micro_batch_index
     k = neighbours.context.first_micro_batch + index
+    is_final = index == schedule.num_micro_batches - 1
     if task.kind is TaskKind.FORWARD:
         _forward(program, neighbours, index, save_activations=not schedule.recompute)
     elif task.kind is TaskKind.RECOMPUTE:
         _call(neighbours.context, "recompute", k, lambda: program.recompute(k))
+    elif task.kind is TaskKind.WEIGHT:
+        _call(
+            neighbours.context,
+            "weight gradients",
+            k,
+            lambda: program.weight_gradients(k, is_final=is_final),
+        )
     else:
         gradients = neighbours.receive(Direction.GRADIENT, k)
-        is_final = index == schedule.num_micro_batches - 1
         result = _call(
-            neighbours.context, "backward", k, lambda: program.backward(k, gradients, is_final=is_final)
+            neighbours.context,
+            "backward",
+            k,
+            lambda: program.backward(k, gradients, is_final=is_final, split=schedule.split),
         )
         neighbours.send(Direction.GRADIENT, k, result)
 

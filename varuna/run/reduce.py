@@ -7,7 +7,8 @@ it, as in a plain loop) and one that is None only here becomes the others' sum.
 Why nothing deadlocks: launching never blocks, and buckets of one group are launched in the same order by all
 its members, whatever the order between groups. Why nothing is launched too early: the first step launches
 after backward and counts how often each parameter's gradient is added to in one backward (more than once with
-nested backwards); later steps wait for that count.
+nested backwards); later steps wait for that count. Where backward is split, the last micro-batch's weight
+gradients are the last task: all else has been added by then, and it foretells its own additions.
 
 Memory: a bucket takes the place of its gradients, which are freed when copied; after the sum the gradients are
 views of it. A parameter with one holder is not touched.
@@ -63,7 +64,8 @@ class GradientReducer:
         overlap: False launches everything after backward.
 
     One step: ``begin_step()``, any number of backwards, ``begin_final_backward()``, the last micro-batch's
-    backward, ``finish()``. A worker whose step is given up calls ``cancel()``.
+    backward (or, if it is split, its weight gradients), ``finish()``. A worker whose step is given up calls
+    ``cancel()``.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class GradientReducer:
         self._usual_additions: dict[str, int] | None = None
         self._handles: list[RemovableHandle] = []
         self._late: str | None = None
+        self._is_foretold = False
         self.num_reductions = 0
         """All-reduces launched since construction."""
 
@@ -106,17 +109,31 @@ class GradientReducer:
         """
         self._refresh()
 
-    def begin_final_backward(self) -> None:
-        """From here on a bucket is reduced as soon as all its gradients are complete."""
+    def begin_final_backward(self, additions: Mapping[nn.Parameter, int] | None = None) -> None:
+        """From here on a bucket is reduced as soon as all its gradients are complete.
+
+        Args:
+            additions: how often each gradient will still be added to, those not named not at all; by default
+                as often as in the steps before.
+        """
         self._refresh()
         self._additions = dict.fromkeys(self._bucket_of, 0)
+        self._is_foretold = additions is not None
+        expected = dict(self._usual_additions or {})
+        if additions is not None:
+            expected = {name: additions.get(self._parameters[name], 0) for name in self._bucket_of}
+        if not self._overlap:
+            expected = {}
         for queue in self._queues.values():
             for bucket in queue.buckets:
-                bucket.missing = len(bucket.parameters)
+                names = bucket.spec.names
+                complete = [name for name in names if self._is_foretold and expected.get(name) == 0]
+                bucket.missing = len(names) - len(complete)
+            self._launch_complete(queue)
         for name in self._bucket_of:
+            hook = self._hook(name, expected.get(name, 0))
             parameter = self._parameters[name]
-            handle = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
         """Reduce what is left, wait, and put the sums into ``.grad``. Call it after the last backward.
@@ -144,8 +161,9 @@ class GradientReducer:
         for queue in self._queues.values():
             for bucket in queue.buckets:
                 _collect(bucket)
-        usual = self._usual_additions or {}
-        self._usual_additions = {name: max(usual.get(name, 0), n) for name, n in self._additions.items()}
+        if not self._is_foretold:
+            usual = self._usual_additions or {}
+            self._usual_additions = {name: max(usual.get(name, 0), n) for name, n in self._additions.items()}
 
     def squared_norm(self) -> float:
         """Sum of squares over the gradients of parameters whose first holder this worker is.
@@ -212,23 +230,25 @@ class GradientReducer:
                     f"every worker."
                 )
 
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _hook(self, name: str, expected: int) -> Callable[[torch.Tensor], None]:
+        """Counts additions; ``expected`` of them make a gradient complete, 0: that is not known."""
         bucket = self._bucket_of[name]
         queue = self._queues[bucket.spec.holders]
-        usual = (self._usual_additions or {}).get(name, 0) if self._overlap else 0
 
         def on_gradient(_parameter: torch.Tensor) -> None:
             self._additions[name] += 1
-            if usual == 0:
-                return
             if bucket.flat is not None:
                 self._late = name
-            elif self._additions[name] == usual:
+            elif self._additions[name] == expected:
                 bucket.missing -= 1
-                while queue.next_index < len(queue.buckets) and not queue.buckets[queue.next_index].missing:
-                    self._launch(queue)
+                self._launch_complete(queue)
 
         return on_gradient
+
+    def _launch_complete(self, queue: _Queue) -> None:
+        """In the queue's order, up to the first bucket that is not complete."""
+        while queue.next_index < len(queue.buckets) and not queue.buckets[queue.next_index].missing:
+            self._launch(queue)
 
     def _launch(self, queue: _Queue) -> None:
         bucket = queue.buckets[queue.next_index]

@@ -1,11 +1,13 @@
 """A worker's own sections as the engine sees them: forward, recompute, backward of one micro-batch.
 
 The engine (``engine.py``) decides when; this module does the arithmetic. Tensors that arrive from the neighbour
-are leaves of a private autograd graph per micro-batch; ``backward`` returns their gradients.
+are leaves of a private autograd graph per micro-batch; ``backward`` returns their gradients. What a split
+backward puts off is ``deferred.py``'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 from varuna.errors import DataError, ProtocolError
-from varuna.partition import InputSignature, Partition, Section
+from varuna.partition import InputSignature, Section
+from varuna.run.deferred import PendingWeights
 from varuna.run.engine import Message
 from varuna.run.precision import AutocastSpec
 from varuna.run.random import seed_section
+from varuna.run.stage_sections import StageSections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +37,6 @@ class StageInputs:
     weight: float | None = None
 
 
-class StageSections:
-    """Sections of this stage by input signature, so that a change of shape finds its own capture.
-
-    Args:
-        first_section, end_section: which sections of every partition belong here.
-        partition_for: (signature, number of samples) to partition; signature None is the job's first. Looked up
-            for every micro-batch, so it must remember.
-    """
-
-    def __init__(
-        self,
-        first_section: int,
-        end_section: int,
-        partition_for: Callable[[InputSignature | None, int], Partition],
-    ) -> None:
-        self.first_section = first_section
-        self.end_section = end_section
-        self._partition_for = partition_for
-
-    def partition(self, signature: InputSignature | None, num_samples: int) -> Partition:
-        """The whole partition for a signature."""
-        return self._partition_for(signature, num_samples)
-
-    def sections(self, signature: InputSignature | None, num_samples: int) -> Sequence[Section]:
-        """This stage's sections for a signature."""
-        return self.partition(signature, num_samples).sections[self.first_section : self.end_section]
-
-
 @dataclass(slots=True)
 class _InFlight:
     """What one micro-batch leaves behind between its forward and its backward."""
@@ -71,6 +47,11 @@ class _InFlight:
     received: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     loss_sum: Tensor | None = None
+    weights: PendingWeights | None = None
+
+
+def _collecting(held: _InFlight) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if held.weights is None else held.weights.collect(held.sections)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +77,9 @@ class ModelStage:
         autocast: precision of the forward pass.
         seed: the job's seed, for keyed random numbers.
         device: where this worker computes.
-        before_final_backward: called just before the last backward of a step (starts gradient reduction).
+        before_final_backward: called just before the last task of a step (starts gradient reduction): the last
+            backward, without argument, or the last weight gradients, with how often each gradient will still be
+            added to.
     """
 
     def __init__(
@@ -110,7 +93,7 @@ class ModelStage:
         autocast: AutocastSpec,
         seed: int,
         device: torch.device,
-        before_final_backward: Callable[[], None] | None = None,
+        before_final_backward: Callable[..., None] | None = None,
     ) -> None:
         self._sections = sections
         self._load = load
@@ -122,6 +105,7 @@ class ModelStage:
         self._device = device
         self._before_final_backward = before_final_backward
         self._in_flight: dict[int, _InFlight] = {}
+        self._pending: dict[int, PendingWeights] = {}
         self._losses: dict[int, Tensor] = {}
         self._weight = 0.0
         self._step_index = 0
@@ -132,6 +116,7 @@ class ModelStage:
         self._step_index = step_index
         self._gradient_scale = gradient_scale
         self._in_flight.clear()
+        self._pending.clear()
         self._losses.clear()
         self._weight = 0.0
 
@@ -160,6 +145,8 @@ class ModelStage:
         if received is not None:
             held.received = self._receive(held.sections[0], received)
         save = save_activations and self._training
+        if save and self._sections.split:
+            held.weights = PendingWeights(self._device)
         with torch.set_grad_enabled(save):
             outputs = self._run_sections(micro_batch_index, held)
         if self._is_last:
@@ -176,6 +163,8 @@ class ModelStage:
     def recompute(self, micro_batch_index: int) -> None:
         """Run forward again with a graph, without touching buffers a second time."""
         held = self._in_flight[micro_batch_index]
+        if self._sections.split:
+            held.weights = PendingWeights(self._device)
         with torch.enable_grad():
             outputs = self._run_sections(micro_batch_index, held, preserve_buffers=True)
         if self._is_last:
@@ -184,19 +173,32 @@ class ModelStage:
         else:
             held.outputs = outputs
 
-    def backward(self, micro_batch_index: int, gradients: Message | None, *, is_final: bool) -> Message | None:
+    def backward(
+        self, micro_batch_index: int, gradients: Message | None, *, is_final: bool, split: bool = False
+    ) -> Message | None:
         """Run backward; return gradients of what was received (None on the first stage)."""
         held = self._in_flight.pop(micro_batch_index)
-        if is_final and self._before_final_backward is not None:
+        assert split == (held.weights is not None), "what backward puts off is collected from forward on"
+        if is_final and not split and self._before_final_backward is not None:
             self._before_final_backward()
-        if self._is_last:
-            self._backward_loss(held)
-        else:
-            assert gradients is not None
-            self._backward_outputs(held, gradients)
+        with _collecting(held):
+            if self._is_last:
+                self._backward_loss(held)
+            else:
+                assert gradients is not None
+                self._backward_outputs(held, gradients)
+        if held.weights is not None:
+            self._pending[micro_batch_index] = held.weights
         if self._is_first:
             return None
         return Message(values=tuple(value.grad for value in held.received))
+
+    def weight_gradients(self, micro_batch_index: int, *, is_final: bool) -> None:
+        """Make and add the weight gradients that ``backward`` put off; free what they needed."""
+        pending = self._pending.pop(micro_batch_index)
+        if is_final and self._before_final_backward is not None:
+            self._before_final_backward(pending.additions())
+        pending.run()
 
     # --- arithmetic -------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class ModelStage:
         self, micro_batch_index: int, held: _InFlight, *, preserve_buffers: bool = False
     ) -> tuple[Tensor, ...]:
         values: tuple[Tensor, ...] = held.received
-        with self._autocast.context():
+        with self._autocast.context(), _collecting(held):
             for section in held.sections:
                 if section.uses_random:
                     seed_section(

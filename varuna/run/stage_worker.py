@@ -22,7 +22,8 @@ from varuna.run.groups import World
 from varuna.run.job import JobSpec
 from varuna.run.partitions import Partitions
 from varuna.run.reduce import GradientReducer
-from varuna.run.stage import LossTotals, ModelStage, StageInputs, StageSections
+from varuna.run.stage import LossTotals, ModelStage, StageInputs
+from varuna.run.stage_sections import StageSections
 from varuna.spec import Plan, StagePosition, StageSpec
 
 
@@ -186,7 +187,12 @@ class StageWorker:
             return self._partitions.get(signature, num_samples, training=training)
 
         return ModelStage(
-            sections=StageSections(self._spec.first_section, self._spec.end_section, partition_for),
+            sections=StageSections(
+                self._spec.first_section,
+                self._spec.end_section,
+                partition_for,
+                split=training and self._schedule.split,
+            ),
             load=load,
             is_first=self._position.stage_index == 0,
             is_last=self._is_last,

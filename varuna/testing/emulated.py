@@ -39,11 +39,15 @@ class EmulatedStage:
 
     Attributes:
         peak_in_flight: the most micro-batches that were between forward and backward at one time.
+        peak_held: the most sets of activations at one time: from forward (or recompute) to the end of backward,
+            weight gradients included.
     """
 
     def __init__(self, times: StageTimes, *, activation_bytes: int, is_first: bool, is_last: bool) -> None:
         self.peak_in_flight = 0
+        self.peak_held = 0
         self._num_in_flight = 0
+        self._num_held = 0
         self._times = times
         self._num_bytes = activation_bytes
         self._is_first = is_first
@@ -58,18 +62,33 @@ class EmulatedStage:
         time.sleep(self._times.forward_s)
         self._num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
+        if save_activations:
+            self._hold()
         return None if self._is_last else self._message
 
     def recompute(self, micro_batch_index: int) -> None:
         """Sleep ``recompute_s``."""
-        time.sleep(self._times.recompute_s)
+        time.sleep(self._times.of(TaskKind.RECOMPUTE))
+        self._hold()
 
-    def backward(self, micro_batch_index: int, gradients: Message | None, *, is_final: bool) -> Message | None:
-        """Sleep ``backward_s``."""
+    def backward(
+        self, micro_batch_index: int, gradients: Message | None, *, is_final: bool, split: bool
+    ) -> Message | None:
+        """Sleep ``backward_s``, if ``split`` without ``weight_s``."""
         self._check(gradients, micro_batch_index, expected=not self._is_last)
-        time.sleep(self._times.backward_s)
+        time.sleep(self._times.of(TaskKind.BACKWARD, split=split))
         self._num_in_flight -= 1
+        self._num_held -= not split
         return None if self._is_first else self._message
+
+    def weight_gradients(self, micro_batch_index: int, *, is_final: bool) -> None:
+        """Sleep ``weight_s``."""
+        time.sleep(self._times.of(TaskKind.WEIGHT))
+        self._num_held -= 1
+
+    def _hold(self) -> None:
+        self._num_held += 1
+        self.peak_held = max(self.peak_held, self._num_held)
 
     def _check(self, message: Message | None, micro_batch_index: int, *, expected: bool) -> None:
         sizes = [] if message is None else [0 if value is None else value.nbytes for value in message.values]
@@ -95,10 +114,11 @@ class EmulatedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedRun:
-    """What ``run_emulated_pipeline`` measured; ``peak_in_flight`` is per stage, over all steps."""
+    """What ``run_emulated_pipeline`` measured; peaks are per stage, over all steps."""
 
     steps: tuple[EmulatedStep, ...]
     peak_in_flight: tuple[int, ...]
+    peak_held: tuple[int, ...]
 
 
 def run_emulated_pipeline(
@@ -186,7 +206,7 @@ def _run_stage_process(
     if channels is not None:
         barrier(store, "end", schedule.num_stages)
         channels.close()
-    return {"steps": steps, "peak_in_flight": stage.peak_in_flight}
+    return {"steps": steps, "peak_in_flight": stage.peak_in_flight, "peak_held": stage.peak_held}
 
 
 def _collect(results: list[object], num_steps: int) -> EmulatedRun:
@@ -210,5 +230,7 @@ def _collect(results: list[object], num_steps: int) -> EmulatedRun:
         makespan_s = max(span.end_s for timeline in timelines for span in timeline)
         steps.append(EmulatedStep(makespan_s=makespan_s, timelines=timelines))
     return EmulatedRun(
-        steps=tuple(steps), peak_in_flight=tuple(int(stage["peak_in_flight"]) for stage in stages)
+        steps=tuple(steps),
+        peak_in_flight=tuple(int(stage["peak_in_flight"]) for stage in stages),
+        peak_held=tuple(int(stage["peak_held"]) for stage in stages),
     )

@@ -1,0 +1,48 @@
+"""The sections of one stage, for every shape of input, in the form in which the stage runs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from varuna.partition import InputSignature, Partition, Section
+from varuna.run.deferred import deferring
+
+
+class StageSections:
+    """Sections of this stage by input signature, so that a change of shape finds its own capture.
+
+    Args:
+        first_section, end_section: which sections of every partition belong here.
+        partition_for: (signature, number of samples) to partition; signature None is the job's first. Looked up
+            for every micro-batch, so it must remember.
+        split: their weight gradients can be put off.
+    """
+
+    def __init__(
+        self,
+        first_section: int,
+        end_section: int,
+        partition_for: Callable[[InputSignature | None, int], Partition],
+        *,
+        split: bool = False,
+    ) -> None:
+        self.first_section = first_section
+        self.end_section = end_section
+        self.split = split
+        self._partition_for = partition_for
+        self._deferring: weakref.WeakKeyDictionary[Partition, Sequence[Section]] = weakref.WeakKeyDictionary()
+
+    def partition(self, signature: InputSignature | None, num_samples: int) -> Partition:
+        """The whole partition for a signature."""
+        return self._partition_for(signature, num_samples)
+
+    def sections(self, signature: InputSignature | None, num_samples: int) -> Sequence[Section]:
+        """This stage's sections for a signature."""
+        partition = self.partition(signature, num_samples)
+        sections = partition.sections[self.first_section : self.end_section]
+        if not self.split:
+            return sections
+        if partition not in self._deferring:
+            self._deferring[partition] = tuple(deferring(section) for section in sections)
+        return self._deferring[partition]
