@@ -1,4 +1,4 @@
-"""How much memory this process has used at most, and how much it may still take.
+"""How much memory this process has used at most, uses, and may still take.
 
 What it may take is the least of: what the machine has left, what is left of every control group it is in (v1
 and v2, limits of parents count too), and what is left of its limits on address space and data. A file cache
@@ -25,6 +25,27 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
         if name == "VmHWM":
             return int(value.split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # counts what ran before an exec, too
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def reset_peak_memory(device: torch.device | str = "cpu") -> bool:
+    """Let ``peak_memory_bytes`` count from now on; False where the system does not allow it.
+
+    For the CPU it is Linux's ``/proc/self/clear_refs`` (man 5 proc: 5 resets the peak resident set size).
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # a kernel without it, or a sandbox: the peak stays that of the whole process
+        return False
+    return True
 
 
 def available_bytes(device: torch.device | str = "cpu", *, num_sharing: int = 1) -> int:
