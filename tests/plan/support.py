@@ -34,14 +34,20 @@ def check_bounds(state: StageState) -> None:
         assert state.backwards_done <= state.gradients_arrived, state
     if schedule.recompute:
         assert state.backwards_done <= state.recomputes_done <= state.forwards_done, state
+    assert state.weights_done <= (state.backwards_done if schedule.split else 0), state
+    if schedule.split:
+        assert 0 <= state.num_held <= schedule.max_held, state
 
 
 def check_order(tasks: Sequence[Task], schedule: StageSchedule) -> None:
-    """Each task once, each kind ascending, and per micro-batch F, then R, then B."""
+    """Each task once, each kind ascending, and per micro-batch F, then R, then B, then W."""
     place = {task: index for index, task in enumerate(tasks)}
-    kinds = [TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD]
+    kinds = [TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.WEIGHT]
     if not schedule.recompute:
         kinds.remove(TaskKind.RECOMPUTE)
+    if not schedule.split:
+        kinds.remove(TaskKind.WEIGHT)
+    assert len(tasks) == schedule.num_tasks
     assert len(place) == len(tasks) == len(kinds) * schedule.num_micro_batches
     for kind in kinds:
         indices = [task.micro_batch_index for task in tasks if task.kind is kind]

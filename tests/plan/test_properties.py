@@ -18,6 +18,9 @@ from varuna.plan.simulate import simulate_step
 _settings = settings(max_examples=100, deadline=None, derandomize=True)
 
 
+OPPORTUNISTIC = ("varuna", "zero-bubble")
+
+
 @dataclass(frozen=True)
 class Case:
     num_micro_batches: int
@@ -33,7 +36,7 @@ class Case:
                 stage_index=index,
                 num_micro_batches=self.num_micro_batches,
                 recompute=self.mask,
-                max_in_flight=self.limits[index] if name == "varuna" else 0,
+                max_in_flight=self.limits[index] if name in OPPORTUNISTIC else 0,
             )
             for index in range(len(self.mask))
         ]
@@ -77,6 +80,8 @@ def test_drains_under_random_times(name, case, spread):
         check_order([span.task for span in result.timelines[index]], schedule)
         assert result.peak_in_flight[index] <= schedule.max_in_flight
         assert result.peak_recomputed[index] <= (1 if schedule.recompute else 0)
+        if schedule.split:
+            assert result.peak_held[index] <= schedule.max_held
         spans = result.timelines[index]
         assert all(now.end_s <= later.start_s + 1e-8 for now, later in pairwise(spans))
     _check_causes(result.timelines)
@@ -93,6 +98,7 @@ def _check_causes(timelines):
                 assert ends[index + 1][span.task] <= span.start_s + 1e-8
 
 
+@pytest.mark.parametrize("name", OPPORTUNISTIC)
 @given(
     num_stages=st.integers(1, 16),
     num_micro_batches=st.integers(1, 64),
@@ -100,9 +106,9 @@ def _check_causes(timelines):
     recompute=st.booleans(),
 )
 @_settings
-def test_no_varuna_limit_is_exceeded(num_stages, num_micro_batches, limit, recompute):
+def test_no_limit_is_exceeded(name, num_stages, num_micro_batches, limit, recompute):
     schedules = pipeline_schedules(
-        "varuna",
+        name,
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         recompute=[recompute] * num_stages,
@@ -110,3 +116,5 @@ def test_no_varuna_limit_is_exceeded(num_stages, num_micro_batches, limit, recom
     )
     result = simulate_step(schedules, duration_s=lambda _stage, _task: 1.0, latency_s=0.7)
     assert max(result.peak_in_flight) <= limit
+    if name == "zero-bubble":
+        assert max(result.peak_held) <= limit

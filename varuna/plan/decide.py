@@ -1,16 +1,16 @@
 """The rule: what a stage runs next, from counts of what is done and what has arrived.
 
 One function over whole numbers and flags, in plain Python for the engine (``varuna.plan.next_task``) and
-compiled by numba for simulations (``kernel.py``): what is simulated is what runs. No clock, no effects, constant
-time.
+compiled by numba for simulations (``kernel.py``): what is simulated is what runs. No clock, no effects,
+constant time.
 
 Why no stage waits for ever, whatever arrives when. A strict order is one in which a pipeline runs through. For
 the others: let k be the earliest micro-batch whose backward is not done on every stage. No stage has an earlier
 one in flight, so ``max_in_flight`` leaves room for k's forward everywhere, and a recomputed set that waits for
 its gradient is k's or nobody's. If ``max_held`` keeps a set of k from being made, all held sets have had their
-backward, so that a weight task is there to run. Hence whenever k's next task has its input on a stage, some task
-runs there, and there are finitely many others before k's is the only one left: k's forward reaches the last
-stage, and its backward the first. Weight tasks left over after that wait for nothing.
+backward, so that a weight task is there to run. Hence whenever k's next task has its input on a stage, some
+task runs there, and there are finitely many others before k's is the only one left: k's forward reaches the
+last stage, and its backward the first. Weight tasks left over after that wait for nothing.
 """
 
 from __future__ import annotations
