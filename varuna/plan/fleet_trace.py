@@ -103,7 +103,10 @@ def parse_trace(text: str, name: str) -> FleetTrace:
     for line in lines:
         if len(line.fields) != width:
             raise _error(name, line, f"{len(line.fields)} fields, where the first line has {width}")
-    return _from_events(lines, name) if width == 3 else _from_counts(lines, name)
+    trace = _from_events(lines, name) if width == 3 else _from_counts(lines, name)
+    if not trace.end_s:
+        raise _error(name, lines[-1], "the trace ends where it begins. It needs a later line to cover any time")
+    return trace
 
 
 def _from_events(lines: list[_Line], name: str) -> FleetTrace:
