@@ -10,9 +10,9 @@ from tests.exact import models
 from tests.exact.harness import Run
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1), (1, 3))
-SCHEDULES = ("varuna", "1f1b", "gpipe")
-RUNS_PER_MODEL = 2
-RUNS_WITH_DROPOUT = 7
+SCHEDULES = ("varuna", "1f1b", "gpipe", "zero-bubble")
+RUNS_PER_MODEL = 3
+RUNS_WITH_DROPOUT = 8
 
 
 def product() -> list[Run]:
@@ -30,8 +30,9 @@ def pairs(run: Run) -> Iterator[tuple[object, ...]]:
     """The pairs of values that a run covers."""
     layout = (run.num_stages, run.num_pipelines)
     yield from itertools.combinations((layout, run.schedule, run.recompute), 2)
-    yield (run.case, run.num_stages > 1)
-    yield (run.case, run.recompute)
+    yield (run.case, "stages", run.num_stages > 1)
+    yield (run.case, "recompute", run.recompute)
+    yield (run.case, "split", run.schedule == "zero-bubble")
     if models.case(run.case).random:
         yield (run.case, layout)
         yield (run.case, run.schedule)
