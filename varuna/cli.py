@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from varuna.cli_fleet import profiles
 from varuna.cli_simulate import simulate
 from varuna.cli_timeline import timeline
 from varuna.config import SCHEDULE_NAMES, LayoutConfig, TraceConfig
@@ -150,6 +151,7 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
 
 
 main.add_command(simulate)
+main.add_command(profiles)
 main.add_command(timeline)
 
 

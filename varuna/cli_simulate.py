@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from varuna.cli_fleet import fleet_options, refuse_fleet_options, replay
 from varuna.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _WIDTH = 100
 @click.option("--picture", type=_FILE, help="Write the timeline as a picture: .png, .svg or .pdf.")
 @click.option("--chrome-trace", type=_FILE, help="Write the timeline as a trace for https://ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@fleet_options
 def simulate(
     *,
     profile: str,
@@ -43,8 +45,12 @@ def simulate(
     picture: Path | None,
     chrome_trace: Path | None,
     as_json: bool,
+    trace: Path | None,
+    **fleet: Any,
 ) -> None:
     """Predict a step of a plan: time, bubble, communication and memory of each stage.
+
+    With --trace instead of --plan: replay a fleet, and tell what would have been trained at which cost.
 
     PROFILE is a file from `varuna profile`, or a ready one such as gpt2-2.5b@v100@10gbit.
     """
@@ -53,9 +59,18 @@ def simulate(
     from varuna.plan.predict import predict
     from varuna.plan.profile_file import read_plan
 
+    if trace is not None:
+        if plan_path or machines or runs or timeline or chrome_trace:
+            raise ConfigError(
+                "--trace chooses its own plans: of the other options it takes --seed, --picture, --json."
+            )
+        replay(profile, trace, fleet, seed=seed, picture=picture, as_json=as_json)
+        return
+    refuse_fleet_options(fleet)
     if plan_path is None:
         raise ConfigError(
-            "What should be simulated? Give --plan PLAN.json (`varuna plan PROFILE -o PLAN.json`)."
+            "What should be simulated? Give --plan PLAN.json (`varuna plan PROFILE -o PLAN.json`), or --trace "
+            "FLEET.csv."
         )
     if as_json and timeline:
         raise ConfigError("--json and --timeline both print to standard output. Give one of them.")

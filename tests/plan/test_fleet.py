@@ -92,7 +92,7 @@ def test_a_machine_with_notice_is_a_spare_until_it_goes() -> None:
 
 
 def test_when_all_holders_of_a_section_go_the_job_goes_back_to_the_checkpoint() -> None:
-    # One pipeline of two, a spare from 47 on. Steps end at 10, 20, 30, 40; a checkpoint at 30. b goes at 47.001:
+    # One pipeline, a spare from 47 on. Steps end at 10, 20, 30, 40; a checkpoint at 30. b goes at 47.001:
     # 30-40 and 7.001 s of the next step are lost. 8 s to restore, two steps from 55.001 on, 9.999 s unfinished.
     text = seconds(_0="add a b", _47="add c", _47_001="remove b", _85="remove a")
     planner = TablePlanner({2: 10.0, 3: 10.0}, num_stages=2)
