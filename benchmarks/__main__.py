@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-NAMES = ("single", "pipelining", "emulated", "jitter", "start")
+NAMES = ("single", "pipelining", "emulated", "jitter", "start", "simulator", "best_plan")
 
 
 def main() -> int:

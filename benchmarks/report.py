@@ -47,13 +47,18 @@ def _text(cell: object) -> str:
 
 def arguments(description: str, **defaults: int) -> argparse.Namespace:
     """The command line that every benchmark shares, plus one whole-number option per keyword."""
-    parser = argparse.ArgumentParser(
+    return parser(description, **defaults).parse_args()
+
+
+def parser(description: str, **defaults: int) -> argparse.ArgumentParser:
+    """Of that command line, for a benchmark that has more options."""
+    made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--log", type=Path, help="append the table to this Markdown file")
+    made.add_argument("--log", type=Path, help="append the table to this Markdown file")
     for name, value in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
-    return parser.parse_args()
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+    return made
 
 
 def report(title: str, text: str, log: Path | None = None, notes: str = "") -> None:

@@ -1,4 +1,4 @@
-"""A user-space network switch with delay and jitter, over TUN devices; needs root and iproute2.
+"""A user-space network switch with delay, jitter and a rate, over TUN devices; needs root and iproute2.
 
 Each worker process lives in a network namespace of its own with one TUN device; the switch process reads IP
 packets from all of them and writes each to the device of its destination after a delay drawn anew per packet.
@@ -68,10 +68,13 @@ class DelayQueue:
 
     Args:
         draw_s: returns one packet's delay in seconds.
+        bytes_per_s: of the wire from one sender to one receiver, where packets queue; 0: no limit.
     """
 
-    def __init__(self, draw_s: Callable[[], float]) -> None:
+    def __init__(self, draw_s: Callable[[], float], bytes_per_s: float = 0.0) -> None:
         self._draw_s = draw_s
+        self._bytes_per_s = bytes_per_s
+        self._wire_free_s: dict[bytes, float] = {}
         self._heap: list[tuple[float, int, int, bytes]] = []
         self._last_release_s: dict[bytes, float] = {}
         self._count = 0
@@ -79,7 +82,11 @@ class DelayQueue:
     def put(self, packet: bytes, now_s: float) -> None:
         """Take one IPv4 packet in: bytes 12-19 are source and destination, byte 19 the receiver's rank + 1."""
         pair = packet[12:20]
-        release_s = max(now_s + self._draw_s(), self._last_release_s.get(pair, 0.0))
+        sent_s = now_s
+        if self._bytes_per_s > 0:
+            sent_s = max(now_s, self._wire_free_s.get(pair, 0.0)) + len(packet) / self._bytes_per_s
+            self._wire_free_s[pair] = sent_s
+        release_s = max(sent_s + self._draw_s(), self._last_release_s.get(pair, 0.0))
         self._last_release_s[pair] = release_s
         self._count += 1
         heapq.heappush(self._heap, (release_s, self._count, packet[19] - 1, packet))
@@ -95,10 +102,10 @@ class DelayQueue:
             yield rank, packet
 
 
-def run_switch(devices: list[int], low_s: float, high_s: float, seed: int) -> None:
+def run_switch(devices: list[int], low_s: float, high_s: float, bytes_per_s: float, seed: int) -> None:
     """Forward packets between the devices for ever; a packet's delay is uniform in [low_s, high_s]."""
     generator = random.Random(seed)
-    queue = DelayQueue(lambda: generator.uniform(low_s, high_s))
+    queue = DelayQueue(lambda: generator.uniform(low_s, high_s), bytes_per_s)
     while True:
         release_s = queue.next_release_s()
         timeout = None if release_s is None else max(0.0, release_s - time.monotonic())
@@ -118,6 +125,7 @@ def run_jittered(
     *,
     low_s: float,
     high_s: float,
+    bytes_per_s: float = 0.0,
     seed: int = 0,
     timeout_s: float = 300.0,
 ) -> list[Any]:
@@ -131,7 +139,7 @@ def run_jittered(
         devices = [socket.recv_fds(ours, 1, 1)[1][0] for ours, _ in sockets]
         for ours, _ in sockets:
             ours.sendall(b"!")
-        run_switch(devices, low_s, high_s, seed)
+        run_switch(devices, low_s, high_s, bytes_per_s, seed)
 
     def worker(rank: int) -> Any:
         _, theirs = sockets[rank]

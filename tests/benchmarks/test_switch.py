@@ -41,6 +41,15 @@ def test_delays_are_those_drawn() -> None:
     assert len(list(queue.due(1.01))) in range(30, 70)
 
 
+def test_packets_follow_each_other_on_a_wire_and_wires_are_apart() -> None:
+    queue = switch.DelayQueue(lambda: 0.005, bytes_per_s=2100.0)  # 10 ms for a packet of 21 bytes
+    for source, receiver in ((0, 1), (0, 1), (1, 0), (0, 2)):
+        queue.put(packet(source, receiver, source), 1.0)
+    assert [rank for rank, _ in queue.due(1.0149)] == []
+    assert sorted(rank for rank, _ in queue.due(1.0151)) == [0, 1, 2]
+    assert queue.next_release_s() == pytest.approx(1.025)
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_round_trip_takes_two_delays() -> None:
