@@ -66,7 +66,7 @@ def estimated_profile(model: str, device: str, network: str = DEFAULT_NETWORK) -
         ConfigError: there is no such name; the message lists them.
     """
     shape = _look_up(MODELS, model, "model")
-    sheet = _look_up(DEVICES, ALIASES.get(device, device), "device")
+    sheet = _look_up(DEVICES | {short: DEVICES[full] for short, full in ALIASES.items()}, device, "device")
     net = _look_up(NETWORKS, network, "network")
     return Profile(
         model=shape.name,
