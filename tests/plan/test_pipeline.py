@@ -40,6 +40,7 @@ def make_arrays(schedules, *, durations_s=None, latency_s=0.0, **changes):
         latency_s=np.broadcast_to(latency_s, (num_stages, 2)).copy(),
         send_s=np.zeros((num_stages, 2)),
         delays_s=NO_DELAYS,
+        start_s=np.zeros(num_stages),
         kept_bytes=np.zeros((num_stages, 3)),
     )
     return replace(arrays, **changes)
@@ -114,6 +115,12 @@ def test_sending_keeps_the_sender_from_computing():
     assert [span.start_s for span in second] == pytest.approx([1.0, 2.25, 3.25, 4.5])
 
 
+def test_stages_may_begin_later():
+    arrays = make_arrays(make_schedules("gpipe", 3, 1), start_s=np.array([2.0, 0.0, 4.5]))
+    first, second, third = run_pipeline(arrays, record=True).spans
+    assert [timeline[0].start_s for timeline in (first, second, third)] == pytest.approx([2.0, 3.0, 4.5])
+
+
 def test_the_last_micro_batch_may_be_short():
     schedules = make_schedules("gpipe", 1, 3)
     durations_s = np.ones((1, 2, NUM_KINDS))
@@ -122,7 +129,7 @@ def test_the_last_micro_batch_may_be_short():
 
 
 def test_peak_bytes_are_those_of_one_moment():
-    """One stage that holds three sets: a backward frees what is in flight and leaves what its weight task needs."""
+    """One stage, three sets: a backward frees what is in flight and leaves what its weight task needs."""
     schedules = make_schedules("zero-bubble", 1, 8)
     run = run_pipeline(make_arrays(schedules, kept_bytes=np.array([[100.0, 0.0, 30.0]])), record=True)
     assert (run.peak_in_flight[0], run.peak_held[0]) == (1, 3)
@@ -135,7 +142,7 @@ def test_waiting_messages_are_counted():
     durations_s = np.ones((2, 2, NUM_KINDS))
     durations_s[1] = 3.0
     run = run_pipeline(make_arrays(schedules, durations_s=durations_s))
-    assert run.peak_waiting.tolist() == [[0, 1], [3, 0]]
+    assert run.peak_waiting.tolist() == [[0, 1], [2, 0]]
 
 
 def test_delays_follow_their_quantiles_and_their_seed():

@@ -107,7 +107,7 @@ def _note_peaks(  # noqa: PLR0917
     peaks[stage, 1] = max(peaks[stage, 1], recomputed)
     peaks[stage, 2] = max(peaks[stage, 2], held)
     if stage > 0:
-        peaks[stage, 3] = max(peaks[stage, 3], arrived[stage, ACTIVATION] - forwards)
+        peaks[stage, 3] = max(peaks[stage, 3], arrived[stage, ACTIVATION] - forwards - (code == FORWARD))
     if not is_last:
         peaks[stage, 4] = max(peaks[stage, 4], arrived[stage, GRADIENT] - backwards)
     kept = in_flight * kept_bytes[stage, 0] + recomputed * kept_bytes[stage, 1]
@@ -116,18 +116,19 @@ def _note_peaks(  # noqa: PLR0917
 
 
 @_compiled
-def _make_tournament(num_stages: int) -> tuple[Floats, Ints]:
-    """Times (0 for stages, inf to fill up to a power of two) and the winner of each match; 1 is the final."""
+def _make_tournament(start_s: Floats) -> tuple[Floats, Ints]:
+    """Times (inf to fill up to a power of two) and the winner of each match; 1 is the final."""
     num_leaves = 1
-    while num_leaves < num_stages:
+    while num_leaves < len(start_s):
         num_leaves *= 2
     wake_s = np.full(num_leaves, np.inf)
-    wake_s[:num_stages] = 0.0
+    wake_s[: len(start_s)] = start_s
     winner = np.zeros(2 * num_leaves, np.int64)
     for leaf in range(num_leaves):
         winner[num_leaves + leaf] = leaf
     for node in range(num_leaves - 1, 0, -1):
-        winner[node] = winner[2 * node]
+        left, right = winner[2 * node], winner[2 * node + 1]
+        winner[node] = left if wake_s[left] <= wake_s[right] else right
     return wake_s, winner
 
 
@@ -155,6 +156,7 @@ def _make_run(digest: int) -> Callable[..., float]:  # noqa: PLR0915
         latency_s: Floats,
         send_s: Floats,
         delays_s: Floats,
+        start_s: Floats,
         kept_bytes: Floats,
         times_s: Floats,
         peaks: Ints,
@@ -174,7 +176,7 @@ def _make_run(digest: int) -> Callable[..., float]:  # noqa: PLR0915
         arrived = np.zeros((num_stages, 2), np.int64)
         free_s = np.zeros((num_stages, 2))  # when a channel has transmitted all that it was given
         idle = np.zeros(num_stages, np.bool_)
-        wake_s, winner = _make_tournament(num_stages)
+        wake_s, winner = _make_tournament(start_s)
         num_left = 0
         for stage in range(num_stages):
             num_left += num_micro_batches * (2 + rules[stage, RECOMPUTES] + rules[stage, SPLIT])

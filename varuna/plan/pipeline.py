@@ -39,6 +39,7 @@ class PipelineArrays:
         latency_s: [P, 2] by sending stage and direction.
         send_s: [P, 2] likewise.
         delays_s: [P, 2, N] drawn extra delay of each message; ``NO_DELAYS`` for none.
+        start_s: [P] when each stage begins.
         kept_bytes: [P, 3] what a micro-batch keeps in flight; what a recomputed set adds; what stays from a
             split backward for the weight task. Only ``PipelineRun.peak_bytes`` depends on it.
     """
@@ -50,6 +51,7 @@ class PipelineArrays:
     latency_s: Floats
     send_s: Floats
     delays_s: Floats
+    start_s: Floats
     kept_bytes: Floats
 
 
@@ -58,10 +60,11 @@ class PipelineRun:
     """What a simulated step of one pipeline did.
 
     Attributes:
-        makespan_s: from the start to the end of the last task.
+        makespan_s: from time 0 to the end of the last task.
         end_s, busy_s: [P] end of a stage's last task, seconds of its tasks.
         peak_in_flight, peak_recomputed, peak_held: [P] as in ``Simulation``.
-        peak_waiting: [P, 2] most messages that had arrived and were not used yet when a task started.
+        peak_waiting: [P, 2] most activations that had arrived, and no forward had begun on, while a task ran;
+            most gradients that had arrived, and no backward had ended on.
         peak_bytes: [P] most of ``kept_bytes`` at one time.
         spans: per stage, if recorded.
     """
@@ -95,7 +98,9 @@ def rules_of(schedules: Sequence[StageSchedule]) -> Ints:
     )
 
 
-def draw_delays(quantiles: Sequence[Sequence[float]], num_micro_batches: int, seed: int) -> Floats:
+def draw_delays(
+    quantiles: Sequence[Sequence[float]], num_micro_batches: int, seed: int | Sequence[int]
+) -> Floats:
     """[P, 2, N] delays, drawn for each channel from its own evenly spaced quantiles; a seed repeats them.
 
     Args:
@@ -128,6 +133,7 @@ def run_pipeline(arrays: PipelineArrays, *, record: bool = False) -> PipelineRun
         arrays.latency_s,
         arrays.send_s,
         arrays.delays_s,
+        arrays.start_s,
         arrays.kept_bytes,
         times_s,
         peaks,

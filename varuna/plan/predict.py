@@ -1,13 +1,33 @@
-"""What one step of a plan will take, in time and memory, worker by worker."""
+"""What one step of a plan will take, in time and memory, worker by worker.
+
+A step is from one commit to the next: a worker begins when its own update is done. Every pipeline's tasks and
+messages are simulated (``pipeline.py``: what is assumed about them; ``arrays.py``: links and how they are
+shared), then the reductions that overlap with their end (``reductions.py``), then the commit, which waits for
+all. What is left out: loading data, and that computing and sending may slow each other down.
+
+Times count from when the first worker is done with its update.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
+import numpy as np
+
+from varuna.errors import PlanError
+from varuna.plan.arrays import CostsOf, PipelineShape, arrays_of, shapes_of
 from varuna.plan.cluster import Cluster
+from varuna.plan.costs import stage_costs
+from varuna.plan.kernel import Floats
+from varuna.plan.memory import stage_bytes
+from varuna.plan.pipeline import PipelineRun, run_pipeline
 from varuna.plan.profile import Profile
+from varuna.plan.reductions import reduced_s
 from varuna.plan.simulate import TaskSpan
-from varuna.spec import Plan
+from varuna.spec import PipelineSpec, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +78,10 @@ class Prediction:
     samples_per_s: float
 
 
+MAX_DRAWS = 8
+"""Where links have jitter, pipelines of the same shape share this many simulated steps."""
+
+
 def predict(
     plan: Plan, profile: Profile, cluster: Cluster, *, seed: int = 0, num_runs: int = 1, record: bool = False
 ) -> Prediction:
@@ -68,10 +92,155 @@ def predict(
         profile: what its tasks and messages cost.
         cluster: where its workers are; worker i is the i-th device.
         seed: of the drawn delays of messages.
-        num_runs: steps to average over; 1 is enough where the profile has no jitter.
+        num_runs: steps to average over; 1 is enough where the profile's links have no jitter.
         record: keep the spans of the first run.
 
     Raises:
         PlanError: plan, profile and cluster do not fit together.
     """
-    raise NotImplementedError  # written next: the event loop that it stands on comes first
+    _check(plan, profile, cluster, num_runs)
+    machines = cluster.machine_indices()
+    speeds = tuple(machine.speed for machine in cluster.machines for _ in range(machine.num_workers))
+    costs_of = cache(partial(stage_costs, profile))
+    shapes = shapes_of(plan, profile, machines, speeds, costs_of)
+    update_s = _update_s(plan, profile, speeds)
+    used = [stage.worker_index for pipeline in plan.pipelines for stage in pipeline.stages]
+    least_update_s = float(update_s[used].min())
+    start_s = update_s - least_update_s
+    runs = []
+    for index in range(num_runs if _has_jitter(profile) else 1):
+        simulate = partial(
+            _simulate, profile=profile, costs_of=costs_of, seed=(seed, index), record=record and index == 0
+        )
+        runs.append(_run_pipelines(plan, shapes, start_s, MAX_DRAWS if _has_jitter(profile) else 1, simulate))
+    steps = []
+    for results in runs:
+        end_s = np.zeros(plan.num_workers)
+        for pipeline, result in zip(plan.pipelines, results, strict=True):
+            end_s[[stage.worker_index for stage in pipeline.stages]] = result.run.end_s
+        steps.append((end_s, reduced_s(plan, profile, machines, speeds, end_s)))
+    last_s = float(np.mean([end_s.max() for end_s, _ in steps]))
+    all_reduced_s = float(np.mean([done_s.max() for _, done_s in steps]))
+    step_s = all_reduced_s + profile.step_overhead_s + least_update_s
+    busy_s = float(np.mean([sum(result.run.busy_s.sum() for result in results) for results in runs]))
+    exposed_s = np.mean([done_s - end_s for end_s, done_s in steps], axis=0)
+    return Prediction(
+        step_s=step_s,
+        pipelines=tuple(
+            _pipeline_prediction(pipeline, [results[index] for results in runs], exposed_s)
+            for index, pipeline in enumerate(plan.pipelines)
+        ),
+        bubble=1.0 - busy_s / (len(used) * step_s),
+        reduce_s=all_reduced_s - last_s,
+        samples_per_s=plan.batch_size / step_s,
+    )
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """One pipeline's run and the memory of each of its stages."""
+
+    run: PipelineRun
+    peak_memory_bytes: tuple[int, ...]
+
+
+def _simulate(
+    shape: PipelineShape,
+    start_s: Floats,
+    draw: int,
+    num_pipelines: int,
+    *,
+    profile: Profile,
+    costs_of: CostsOf,
+    seed: tuple[int, int],
+    record: bool,
+) -> _Simulated:
+    run = run_pipeline(arrays_of(shape, profile, costs_of, start_s, [*seed, draw]), record=record)
+    memory = tuple(
+        stage_bytes(
+            profile,
+            stage.first_section,
+            stage.end_section,
+            shape.micro_batch_size,
+            kept_bytes=float(run.peak_bytes[index]),
+            num_holders=num_pipelines,
+            num_waiting=(int(run.peak_waiting[index, 0]), int(run.peak_waiting[index, 1])),
+        )
+        for index, stage in enumerate(shape.stages)
+    )
+    return _Simulated(run, memory)
+
+
+def _run_pipelines(
+    plan: Plan,
+    shapes: Sequence[PipelineShape],
+    start_s: Floats,
+    num_draws: int,
+    simulate: Callable[[PipelineShape, Floats, int, int], _Simulated],
+) -> list[_Simulated]:
+    """One step of every pipeline; those of one shape are simulated ``num_draws`` times at most."""
+    known: dict[tuple[PipelineShape, int], _Simulated] = {}
+    counts: Counter[PipelineShape] = Counter()
+    results = []
+    for pipeline, shape in zip(plan.pipelines, shapes, strict=True):
+        key = (shape, counts[shape] % num_draws)
+        counts[shape] += 1
+        if key not in known:
+            own_start_s = start_s[[stage.worker_index for stage in pipeline.stages]]
+            known[key] = simulate(shape, own_start_s, len(known), len(plan.pipelines))
+        results.append(known[key])
+    return results
+
+
+def _update_s(plan: Plan, profile: Profile, speeds: Sequence[float]) -> Floats:
+    """Per worker, seconds of the optimizer; 0 for spares."""
+    before = np.concatenate(([0.0], np.cumsum([section.update_s for section in profile.sections])))
+    seconds = np.zeros(plan.num_workers)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            own = before[stage.end_section] - before[stage.first_section]
+            seconds[stage.worker_index] = own / speeds[stage.worker_index]
+    return seconds
+
+
+def _has_jitter(profile: Profile) -> bool:
+    return bool(profile.within_machine.jitter_s or profile.across_machines.jitter_s)
+
+
+def _pipeline_prediction(
+    pipeline: PipelineSpec, results: Sequence[_Simulated], exposed_s: Floats
+) -> PipelinePrediction:
+    """Means of times and the most of what is in memory, over several runs."""
+    runs = [result.run for result in results]
+    busy_s = np.mean([run.busy_s for run in runs], axis=0).tolist()
+    in_flight = np.max([run.peak_in_flight for run in runs], axis=0).tolist()
+    memory = [max(each) for each in zip(*(result.peak_memory_bytes for result in results), strict=True)]
+    return PipelinePrediction(
+        makespan_s=float(np.mean([run.makespan_s for run in runs])),
+        stages=tuple(
+            StagePrediction(
+                worker_index=stage.worker_index,
+                busy_s=busy_s[index],
+                reduce_s=float(exposed_s[stage.worker_index]),
+                peak_in_flight=in_flight[index],
+                peak_memory_bytes=memory[index],
+                spans=runs[0].spans[index] if runs[0].spans else (),
+            )
+            for index, stage in enumerate(pipeline.stages)
+        ),
+    )
+
+
+def _check(plan: Plan, profile: Profile, cluster: Cluster, num_runs: int) -> None:
+    if plan.num_sections != len(profile.sections):
+        raise PlanError(
+            f"The plan is for a model of {plan.num_sections} sections, the profile for one of "
+            f"{len(profile.sections)} ({profile.model}). Use the profile of the same model and cut points."
+        )
+    if plan.num_workers > cluster.num_workers:
+        raise PlanError(
+            f"The plan is for {plan.num_workers} workers, and the machines have {cluster.num_workers}. Give "
+            f"machines with at least as many devices."
+        )
+    if num_runs < 1:
+        raise PlanError(f"num_runs={num_runs} must be at least 1.")

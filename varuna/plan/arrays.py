@@ -1,0 +1,232 @@
+"""A pipeline of a plan, on given machines, as the numbers that ``pipeline.run_pipeline`` takes.
+
+Links: two workers on one machine have the profile's ``within_machine`` link between them, others its
+``across_machines`` one. Streams that leave one machine share ``shared_bytes_per_s``: each has an even part of
+it, among itself and as many others as send at one time on average. How often a stream sends is what its message
+takes alone over the time between two messages, which is that of the pipeline's slowest stage. So streams that
+are seldom busy hardly slow each other, and those that are always busy divide the link evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from varuna.plan.costs import StageCosts
+from varuna.plan.decide import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
+from varuna.plan.kernel import ACTIVATION, GRADIENT, NUM_KINDS, Floats
+from varuna.plan.pipeline import NO_DELAYS, PipelineArrays, draw_delays, rules_of
+from varuna.plan.profile import LinkProfile, Profile
+from varuna.plan.schedule import StageSchedule, stage_schedule
+from varuna.spec import PipelineSpec, Plan, StageSpec
+
+CostsOf = Callable[[int, int, int], StageCosts]
+"""(first_section, end_section, micro_batch_size) -> costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageShape:
+    """A stage without its worker; ``speed`` is that of its device."""
+
+    first_section: int
+    end_section: int
+    recompute: bool
+    max_in_flight: int
+    speed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """Between a stage and the next: whether it crosses machines, and how much slower sharing makes each way."""
+
+    across_machines: bool
+    activation_slowdown: float = 1.0
+    gradient_slowdown: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineShape:
+    """All that a pipeline's times depend on: those with equal shapes are alike.
+
+    Attributes:
+        schedule: its name.
+        stages, hops: P and P - 1 of them.
+        num_micro_batches, micro_batch_size: N and m.
+        last_size: samples of the last micro-batch, at most m.
+    """
+
+    schedule: str
+    stages: tuple[StageShape, ...]
+    hops: tuple[Hop, ...]
+    num_micro_batches: int
+    micro_batch_size: int
+    last_size: int
+
+    def schedules(self) -> tuple[StageSchedule, ...]:
+        """One for each stage."""
+        return tuple(
+            stage_schedule(
+                self.schedule,
+                num_stages=len(self.stages),
+                stage_index=index,
+                num_micro_batches=self.num_micro_batches,
+                recompute=[stage.recompute for stage in self.stages],
+                max_in_flight=stage.max_in_flight,
+            )
+            for index, stage in enumerate(self.stages)
+        )
+
+
+def shapes_of(
+    plan: Plan, profile: Profile, machines: Sequence[int], speeds: Sequence[float], costs_of: CostsOf
+) -> tuple[PipelineShape, ...]:
+    """The shape of every pipeline; ``machines`` and ``speeds`` are per worker."""
+    shapes = []
+    for pipeline in plan.pipelines:
+        workers = [stage.worker_index for stage in pipeline.stages]
+        shapes.append(
+            PipelineShape(
+                schedule=plan.schedule,
+                stages=tuple(_stage_shape(stage, speeds[stage.worker_index]) for stage in pipeline.stages),
+                hops=tuple(Hop(across_machines=machines[a] != machines[b]) for a, b in pairwise(workers)),
+                num_micro_batches=pipeline.num_micro_batches,
+                micro_batch_size=plan.micro_batch_size,
+                last_size=len(plan.micro_batch_samples(pipeline.end_micro_batch - 1)),
+            )
+        )
+    if profile.across_machines.shared_bytes_per_s > 0:
+        return _with_sharing(plan.pipelines, shapes, profile, machines, costs_of)
+    return tuple(shapes)
+
+
+def _stage_shape(stage: StageSpec, speed: float) -> StageShape:
+    return StageShape(
+        first_section=stage.first_section,
+        end_section=stage.end_section,
+        recompute=stage.recompute,
+        max_in_flight=stage.max_in_flight,
+        speed=speed,
+    )
+
+
+def _with_sharing(
+    pipelines: Sequence[PipelineSpec],
+    shapes: Sequence[PipelineShape],
+    profile: Profile,
+    machines: Sequence[int],
+    costs_of: CostsOf,
+) -> tuple[PipelineShape, ...]:
+    """Slow streams down by the others that leave the same machine (see the module's text)."""
+    link = profile.across_machines
+    busy = [_busy_shares(shape, link, costs_of) for shape in shapes]
+    leaving = np.zeros(max(machines) + 1)
+    for pipeline, shape, shares in zip(pipelines, shapes, busy, strict=True):
+        for index, hop in enumerate(shape.hops):
+            if hop.across_machines:
+                leaving[machines[pipeline.stages[index].worker_index]] += shares[index][ACTIVATION]
+                leaving[machines[pipeline.stages[index + 1].worker_index]] += shares[index][GRADIENT]
+
+    def slowdown(worker: int, own: float) -> float:
+        streams = 1.0 + leaving[machines[worker]] - own
+        return max(1.0, float(streams) * link.bytes_per_s / link.shared_bytes_per_s)
+
+    slowed = []
+    for pipeline, shape, shares in zip(pipelines, shapes, busy, strict=True):
+        workers = [stage.worker_index for stage in pipeline.stages]
+        hops = tuple(
+            replace(
+                hop,
+                activation_slowdown=slowdown(workers[index], shares[index][ACTIVATION]),
+                gradient_slowdown=slowdown(workers[index + 1], shares[index][GRADIENT]),
+            )
+            if hop.across_machines
+            else hop
+            for index, hop in enumerate(shape.hops)
+        )
+        slowed.append(replace(shape, hops=hops))
+    return tuple(slowed)
+
+
+def _busy_shares(shape: PipelineShape, link: LinkProfile, costs_of: CostsOf) -> list[tuple[float, float]]:
+    """Per hop and direction, the share of time in which it sends, if it is alone."""
+    costs = [costs_of(stage.first_section, stage.end_section, shape.micro_batch_size) for stage in shape.stages]
+    cycle_s = max(
+        (cost.forward_s + cost.backward_s + (cost.recompute_s if stage.recompute else 0.0)) / stage.speed
+        for cost, stage in zip(costs, shape.stages, strict=True)
+    )
+    per_byte = 1.0 / link.bytes_per_s / max(cycle_s, 1e-12)
+    return [
+        (min(1.0, cost.output_bytes * per_byte), min(1.0, cost.gradient_bytes * per_byte))
+        for cost in costs[:-1]
+    ]
+
+
+def arrays_of(
+    shape: PipelineShape, profile: Profile, costs_of: CostsOf, start_s: Floats, seed: Sequence[int]
+) -> PipelineArrays:
+    """The numbers of one pipeline; ``start_s`` per stage; ``seed`` draws the delays, if the links have any."""
+    num_stages = len(shape.stages)
+    schedules = shape.schedules()
+    durations_s = np.zeros((num_stages, 2, NUM_KINDS))
+    transmit_s = np.zeros((num_stages, 2, 2))
+    latency_s = np.zeros((num_stages, 2))
+    send_s = np.zeros((num_stages, 2))
+    kept_bytes = np.zeros((num_stages, 3))
+    quantiles: list[Sequence[float]] = [()] * (2 * num_stages)
+    for index, stage in enumerate(shape.stages):
+        for is_last, size in enumerate((shape.micro_batch_size, shape.last_size)):
+            costs = costs_of(stage.first_section, stage.end_section, size)
+            durations_s[index, is_last] = _durations_s(costs, schedules[index].split) / stage.speed
+            for direction, hop, num_bytes, slowdown in _channels(shape, index, costs):
+                link = _link(profile, hop)
+                transmit_s[index, direction, is_last] = num_bytes / link.bytes_per_s * slowdown
+                latency_s[index, direction] = link.latency_s
+                send_s[index, direction] = link.send_s
+                quantiles[2 * index + direction] = link.jitter_s
+        costs = costs_of(stage.first_section, stage.end_section, shape.micro_batch_size)
+        kept_bytes[index] = _kept_bytes(costs, recompute=schedules[index].recompute)
+    durations_s[:, :, FORWARD:] += profile.task_overhead_s
+    return PipelineArrays(
+        num_micro_batches=shape.num_micro_batches,
+        rules=rules_of(schedules),
+        durations_s=durations_s,
+        transmit_s=transmit_s,
+        latency_s=latency_s,
+        send_s=send_s,
+        delays_s=draw_delays(quantiles, shape.num_micro_batches, seed) if any(quantiles) else NO_DELAYS,
+        start_s=start_s,
+        kept_bytes=kept_bytes,
+    )
+
+
+def _durations_s(costs: StageCosts, split: bool) -> Floats:
+    durations_s = np.zeros(NUM_KINDS)
+    durations_s[FORWARD] = costs.forward_s
+    durations_s[RECOMPUTE] = costs.recompute_s
+    durations_s[BACKWARD] = costs.backward_s - (costs.weight_s if split else 0.0)
+    durations_s[WEIGHT] = costs.weight_s
+    return durations_s
+
+
+def _channels(shape: PipelineShape, index: int, costs: StageCosts) -> list[tuple[int, Hop, int, float]]:
+    """What a stage sends: direction, hop, bytes of a message, slowdown."""
+    channels = []
+    if index < len(shape.hops):
+        hop = shape.hops[index]
+        channels.append((ACTIVATION, hop, costs.output_bytes, hop.activation_slowdown))
+    if index > 0:
+        hop = shape.hops[index - 1]
+        channels.append((GRADIENT, hop, costs.returned_bytes, hop.gradient_slowdown))
+    return channels
+
+
+def _link(profile: Profile, hop: Hop) -> LinkProfile:
+    return profile.across_machines if hop.across_machines else profile.within_machine
+
+
+def _kept_bytes(costs: StageCosts, *, recompute: bool) -> tuple[int, int, int]:
+    in_flight = costs.received_bytes + (0 if recompute else costs.activation_bytes)
+    return in_flight, costs.activation_bytes if recompute else 0, costs.weight_bytes

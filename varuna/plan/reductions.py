@@ -1,0 +1,130 @@
+"""When every worker has the summed gradients: the all-reduces of a step, which overlap with its last backwards.
+
+As ``varuna.run.reduce`` does it: gradients of sections with the same holders travel together in buckets; a
+bucket leaves once the last micro-batch's backward (or weight task) has passed its sections on every holder;
+parameters that several stages use are summed over all of their holders. Assumed: a worker takes part in one
+all-reduce at a time, in the order in which they become ready; computing does not slow down meanwhile; groups
+that leave the same machine share ``shared_bytes_per_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna.plan.costs import all_reduce_s, section_costs
+from varuna.plan.kernel import Floats
+from varuna.plan.memory import BUCKET_BYTES
+from varuna.plan.profile import Profile
+from varuna.spec import Plan, StageSpec
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Bytes summed over ``workers``; each has its own from ``ready_s`` on."""
+
+    workers: Ints
+    num_bytes: float
+    ready_s: Floats
+
+
+def reduced_s(
+    plan: Plan, profile: Profile, machines: Sequence[int], speeds: Sequence[float], end_s: Floats
+) -> Floats:
+    """When each worker's last gradient is summed: [workers], not before ``end_s``, the end of its last task."""
+    if len(plan.pipelines) == 1 and not profile.ties:
+        return end_s
+    tails = _Tails(plan, profile, speeds)
+    reductions = [*_of_sections(plan, profile, tails, end_s), *_of_ties(plan, profile, tails, end_s)]
+    machine_of = np.asarray(machines)
+    crossing = np.zeros(max(machines) + 1)
+    for workers in {tuple(reduction.workers.tolist()) for reduction in reductions}:
+        used = np.unique(machine_of[list(workers)])
+        if len(used) > 1:
+            crossing[used] += 1
+    free_s = np.zeros_like(end_s)
+    for reduction in sorted(reductions, key=lambda reduction: float(reduction.ready_s.max())):
+        start_s = max(float(reduction.ready_s.max()), float(free_s[reduction.workers].max()))
+        duration_s = _duration_s(profile, reduction, machine_of, crossing)
+        free_s[reduction.workers] = start_s + duration_s
+    return np.maximum(free_s, end_s)
+
+
+class _Tails:
+    """For how long before the end of its last task a stage has been through with a section's gradients."""
+
+    def __init__(self, plan: Plan, profile: Profile, speeds: Sequence[float]) -> None:
+        last = len(plan.micro_batch_samples(plan.num_micro_batches - 1))
+        self._full = self._before(profile, plan.micro_batch_size, split=plan.schedule == "zero-bubble")
+        self._short = self._before(profile, last, split=plan.schedule == "zero-bubble")
+        self._speeds = speeds
+        self._num_micro_batches = plan.num_micro_batches
+
+    def of(self, stage: StageSpec, section_index: int, end_micro_batch: int) -> float:
+        """Seconds that sections of the stage before ``section_index`` take in its last task."""
+        sums = self._short if end_micro_batch == self._num_micro_batches else self._full
+        return float(sums[section_index] - sums[stage.first_section]) / self._speeds[stage.worker_index]
+
+    @staticmethod
+    def _before(profile: Profile, size: int, *, split: bool) -> Floats:
+        costs = [section_costs(section, size) for section in profile.sections]
+        seconds = [cost.weight_s if split else cost.backward_s for cost in costs]
+        return np.concatenate(([0.0], np.cumsum(seconds)))
+
+
+def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
+    """Buckets of what each section alone uses; sections between two borders have the same holders."""
+    borders = sorted({stage.end_section for pipeline in plan.pipelines for stage in pipeline.stages})
+    tied = np.zeros(len(profile.sections))
+    for tie in profile.ties:
+        tied[list(tie.section_indices)] += tie.num_bytes
+    if len(plan.pipelines) == 1:
+        return
+    first = 0
+    for end in borders:
+        stages = [_stage_at(pipeline.stages, first) for pipeline in plan.pipelines]
+        workers = np.array([stage.worker_index for stage in stages])
+        waiting = 0.0
+        for index in range(end - 1, first - 1, -1):
+            waiting += max(0.0, profile.sections[index].gradient_bytes - tied[index])
+            if waiting >= BUCKET_BYTES or (index == first and waiting > 0):
+                own = [
+                    tails.of(stage, index, pipeline.end_micro_batch)
+                    for stage, pipeline in zip(stages, plan.pipelines, strict=True)
+                ]
+                yield _Reduction(workers, waiting, end_s[workers] - np.array(own))
+                waiting = 0.0
+        first = end
+
+
+def _of_ties(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
+    for tie in profile.ties:
+        ready: dict[int, float] = {}
+        for pipeline in plan.pipelines:
+            for index in sorted(tie.section_indices, reverse=True):  # the first one is last in backward
+                stage = _stage_at(pipeline.stages, index)
+                tail_s = tails.of(stage, index, pipeline.end_micro_batch)
+                ready[stage.worker_index] = float(end_s[stage.worker_index]) - tail_s
+        if len(ready) > 1:
+            yield _Reduction(np.array(list(ready)), tie.num_bytes, np.array(list(ready.values())))
+
+
+def _stage_at(stages: Sequence[StageSpec], section_index: int) -> StageSpec:
+    return next(stage for stage in stages if section_index < stage.end_section)
+
+
+def _duration_s(profile: Profile, reduction: _Reduction, machine_of: Ints, crossing: Floats) -> float:
+    """Several buckets of full size one after the other, or one."""
+    used = np.unique(machine_of[reduction.workers])
+    num_buckets = max(1.0, reduction.num_bytes / BUCKET_BYTES)
+    num_bytes = reduction.num_bytes / num_buckets
+    seconds = num_buckets * all_reduce_s(profile, len(reduction.workers), num_bytes, len(used) > 1)
+    link = profile.across_machines
+    if len(used) > 1 and link.shared_bytes_per_s > 0:
+        seconds *= max(1.0, float(crossing[used].max()) * link.bytes_per_s / link.shared_bytes_per_s)
+    return seconds
