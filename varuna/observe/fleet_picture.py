@@ -46,27 +46,20 @@ def write_fleet_picture(path: Path, result: FleetResult, *, title: str = "") -> 
 
 def _draw_machines(axes: Any, result: FleetResult) -> None:
     """Machines there, and those at work in the colour of what they do."""
-    ends = [*(count.time_s for count in result.counts[1:]), result.duration_s]
-    times = [count.time_s / _HOUR_S for count in result.counts]
-    axes.step(
-        [*times, ends[-1] / _HOUR_S],
-        [*(count.num_machines for count in result.counts), result.counts[-1].num_machines],
-        where="post",
-        color="black",
-        linewidth=0.8,
-        label="there",
-    )
+    times = [*(count.time_s for count in result.counts), result.duration_s]
+    counts = [count.num_machines for count in result.counts]
+    hours = [time_s / _HOUR_S for time_s in times]
+    axes.step(hours, [*counts, counts[-1]], where="post", color="black", linewidth=0.8, label="there")
     for activity, colour in COLOURS.items():
-        bars = [item for item in result.intervals if item.activity is activity]
-        for index, item in enumerate(bars):
-            axes.bar(
-                item.start_s / _HOUR_S,
-                item.num_machines,
-                width=(item.end_s - item.start_s) / _HOUR_S,
-                align="edge",
-                color=colour,
-                label=activity.value if index == 0 else None,
-            )
+        items = [item for item in result.intervals if item.activity is activity]
+        starts, ends = [item.start_s / _HOUR_S for item in items], [item.end_s / _HOUR_S for item in items]
+        if activity is Activity.WAITING:
+            for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                axes.axvspan(start, end, color=colour, label="_" * (index > 0) + activity.value)
+        elif items:
+            widths = [end - start for start, end in zip(starts, ends, strict=True)]
+            heights = [item.num_machines for item in items]
+            axes.bar(starts, heights, width=widths, align="edge", color=colour, label=activity.value)
     axes.set_ylabel("machines")
     axes.legend(ncols=7, fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
 

@@ -159,7 +159,6 @@ class _Replay:
         self.pauses: list[_Pause] = []
         self.wants_plan = False
         self.step_start_s = 0.0
-        self.checkpoint_s = 0.0
         self.holders: list[set[str]] = []  # per section; empty before the first step
         self.needs_restore = False
         self.num_morphs = 0
@@ -194,7 +193,7 @@ class _Replay:
     def _train(self, plan: FleetPlan, to_s: float) -> None:
         """Finish the steps that end by then, up to the next re-plan or checkpoint, or get on with one."""
         num_steps = math.floor((to_s - self.step_start_s + _EPSILON_S) / plan.step_s)
-        due_s = self.checkpoint_s + self.options.checkpoint_interval_s
+        due_s = self.ledger.saved_s + self.options.checkpoint_interval_s
         until_due = max(1, math.ceil((due_s - self.step_start_s - _EPSILON_S) / plan.step_s))
         num_steps = min(num_steps, 1 if self.wants_plan else until_due)
         if num_steps == 0:
@@ -205,8 +204,7 @@ class _Replay:
         self.ledger.train(self.step_start_s, num_steps, len(self.used), plan)
         self.step_start_s = self.now_s = end_s
         if num_steps >= until_due:
-            self.ledger.save()
-            self.checkpoint_s = end_s
+            self.ledger.save(end_s)
         if self.wants_plan:
             self._replan()
 
@@ -237,7 +235,7 @@ class _Replay:
         self.leaving.difference_update(change.removed)
         self.present += change.added
         if lost:
-            self.ledger.lose()
+            self.ledger.lose(self.now_s)
             self.needs_restore = True
         if self.plan is None:
             self._replan()
@@ -261,7 +259,7 @@ class _Replay:
         if any(not names for names in self.holders):
             return True
         if noticed and not staying:
-            self.ledger.save()
+            self.ledger.save(self.now_s)
         for names in self.holders:
             if names & noticed:
                 names.difference_update(noticed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna.plan.fleet_plans import FleetPlan
 from varuna.plan.fleet_result import Activity, FleetInterval, TimeSpent
@@ -12,7 +12,7 @@ from varuna.plan.fleet_result import Activity, FleetInterval, TimeSpent
 class Ledger:
     """Seconds by activity, of the job (``wall_s``) and of machines, and the steps that count.
 
-    ``risk_*`` is the part of the training that is in no checkpoint yet.
+    ``risk_*`` is the training since ``saved_s``, which is in no checkpoint yet.
     """
 
     num_steps: int = 0
@@ -20,6 +20,7 @@ class Ledger:
     wall_s: dict[Activity, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
     machine_s: dict[Activity, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
     intervals: list[FleetInterval] = field(default_factory=list)
+    saved_s: float = 0.0
     risk_steps: int = 0
     risk_samples: int = 0
     risk_wall_s: float = 0.0
@@ -49,20 +50,36 @@ class Ledger:
         self.risk_wall_s += seconds
         self.risk_machine_s += seconds * num_machines
 
-    def save(self) -> None:
+    def save(self, now_s: float) -> None:
         """A checkpoint: nothing is at risk."""
+        self.saved_s = now_s
         self.risk_steps = self.risk_samples = 0
         self.risk_wall_s = self.risk_machine_s = 0.0
 
-    def lose(self) -> None:
+    def lose(self, now_s: float) -> None:
         """Back to the checkpoint: what was at risk has to be done again."""
         self.num_steps -= self.risk_steps
         self.samples -= self.risk_samples
         for spent, seconds in ((self.wall_s, self.risk_wall_s), (self.machine_s, self.risk_machine_s)):
             spent[Activity.TRAINING] -= seconds
             spent[Activity.REDONE] += seconds
-        self.save()
+        later = []
+        while self.intervals and self.intervals[-1].end_s > self.saved_s:
+            later.append(self.intervals.pop())
+        for interval in reversed(later):
+            self.intervals += _lost_after(interval, self.saved_s)
+        self.save(now_s)
 
     def time_spent(self, spent: dict[Activity, float]) -> TimeSpent:
         """As a value."""
         return TimeSpent(**{f"{activity.value}_s": seconds for activity, seconds in spent.items()})
+
+
+def _lost_after(interval: FleetInterval, saved_s: float) -> list[FleetInterval]:
+    """The interval when what it trained after ``saved_s`` is lost."""
+    if interval.activity is not Activity.TRAINING:
+        return [interval]
+    lost = replace(
+        interval, activity=Activity.REDONE, start_s=max(interval.start_s, saved_s), samples_per_s=0.0
+    )
+    return [replace(interval, end_s=saved_s), lost] if interval.start_s < saved_s else [lost]

@@ -117,7 +117,7 @@ class FleetResult:
         machines: where the machines' time went; its sum is what is paid for.
         num_morphs, num_restores: generations that began, and how many of them read a checkpoint.
         counts: machines over time.
-        intervals: what the job did over time; the work of a TRAINING interval may have been lost later.
+        intervals: what the job did over time; steps that were lost later are REDONE.
     """
 
     trace: str
