@@ -214,6 +214,64 @@ class TraceConfig:
         return range(self.first_step, self.end_step)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """When a job measures its model before it plans.
+
+    Attributes:
+        wanted: True: at every start that has no profile yet; False: never; None: where the number of stages
+            or the micro-batch size is left to choose.
+        output: write the profile to this file and end before the first step; None trains.
+        micro_batch_sizes: those to measure; empty leaves the choice to Varuna.
+    """
+
+    wanted: bool | None = None
+    output: Path | None = None
+    micro_batch_sizes: tuple[int, ...] = ()
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> ProfileConfig:
+        """Read ``VARUNA_PROFILE`` (0 or 1), ``VARUNA_PROFILE_ONLY`` (a file) and ``VARUNA_PROFILE_SIZES``
+        (``1,2,4``).
+
+        Raises:
+            ConfigError: a value that cannot be.
+        """
+        wanted = environ.get("VARUNA_PROFILE", "")
+        output = environ.get("VARUNA_PROFILE_ONLY", "")
+        return ProfileConfig(
+            wanted=_flag("VARUNA_PROFILE", wanted) if wanted else None,
+            output=Path(output) if output else None,
+            micro_batch_sizes=read_sizes("VARUNA_PROFILE_SIZES", environ.get("VARUNA_PROFILE_SIZES", "")),
+        )
+
+    def to_env(self) -> dict[str, str]:
+        """The variables from which ``from_env`` reads this value back."""
+        environ: dict[str, str] = {}
+        if self.wanted is not None:
+            environ["VARUNA_PROFILE"] = str(int(self.wanted))
+        if self.output is not None:
+            environ["VARUNA_PROFILE_ONLY"] = str(self.output)
+        if self.micro_batch_sizes:
+            environ["VARUNA_PROFILE_SIZES"] = ",".join(map(str, self.micro_batch_sizes))
+        return environ
+
+
+def read_sizes(name: str, text: str) -> tuple[int, ...]:
+    """``1,2,4`` as ascending numbers without repetition; none for an empty text.
+
+    Raises:
+        ConfigError: it cannot be read; the message calls it ``name``.
+    """
+    try:
+        sizes = {int(part) for part in text.split(",")} if text else set()
+    except ValueError:
+        sizes = {0}
+    if any(size < 1 for size in sizes):
+        raise ConfigError(f"{name}={text!r} is no list of micro-batch sizes. Write numbers from 1 on: 1,2,4,8.")
+    return tuple(sorted(sizes))
+
+
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Where captures and profiles are kept between runs: ``VARUNA_CACHE_DIR``, else varuna/ in the XDG cache.
 

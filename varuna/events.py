@@ -28,6 +28,19 @@ class CaptureFinished(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileMeasured(Event):
+    """What the sections cost is known: measured now in ``duration_s``, or ``from_cache``.
+
+    ``num_refinements`` counts the steps of earlier runs that went into it.
+    """
+
+    num_sections: int
+    duration_s: float
+    from_cache: bool
+    num_refinements: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckFinished(Event):
     """The start-up check ended; ``skipped_reason`` is empty if it ran and held."""
 

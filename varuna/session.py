@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from varuna.config import LayoutConfig, TraceConfig, WorldConfig, cache_dir
+from varuna.config import LayoutConfig, ProfileConfig, TraceConfig, WorldConfig, cache_dir
 from varuna.errors import PeerLost, RunError
 from varuna.events import Evaluated, Event, EventBus, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
@@ -49,6 +49,7 @@ from varuna.run.job import JobSpec, LossWeight
 from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions
+from varuna.run.planning import ProfileWritten
 from varuna.run.precision import AutocastSpec, LossScaler, Precision
 from varuna.run.random import preserved_generators
 from varuna.run.start import StartRequest, start_job
@@ -158,6 +159,7 @@ class Varuna:
                 loss_fn=loss_fn,
                 cache_dir=cache_dir(os.environ) / "captures",
             ),
+            profile=ProfileConfig.from_env(os.environ),
             traced_steps=self._trace.steps if self._trace is not None else range(0),
         )
         self._scaler = LossScaler.initial(number_format)
@@ -343,6 +345,8 @@ class Varuna:
         """Whatever goes wrong inside is told to the other workers, and none of them waits any longer."""
         try:
             yield
+        except ProfileWritten:  # the end that was asked for
+            raise
         except PeerLost as error:
             self._give_up(error)
             assert self._store is not None

@@ -27,6 +27,7 @@ from varuna.events import (
     Listener,
     Notice,
     PlanChosen,
+    ProfileMeasured,
     StepFinished,
     TrainFinished,
     TrainStarted,
@@ -150,6 +151,13 @@ class Narrator:
                 how = "from the cache" if event.from_cache else "captured"
                 return [f"Model: {_plural(len(event.sections), 'section')}, {how} in "
                         f"{human_duration(event.duration_s)}."]  # fmt: skip
+            case ProfileMeasured(from_cache=False):
+                return [f"Profile: {_plural(event.num_sections, 'section')} measured in "
+                        f"{human_duration(event.duration_s)}."]  # fmt: skip
+            case ProfileMeasured():
+                steps = _plural(event.num_refinements, "step")
+                refined = f", refined by {steps} of training" if event.num_refinements else ""
+                return [f"Profile: from an earlier start{refined}."]
             case CheckFinished(skipped_reason=""):
                 return [f"Check: the split step equals the unsplit one (largest difference "
                         f"{event.max_difference:.1e})."]  # fmt: skip

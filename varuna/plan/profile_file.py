@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -99,7 +99,7 @@ def _check(profile: Profile, path: Path) -> None:
                 f"Profile {path}: section {section.index} stands where {position} belongs. Sections are "
                 f"listed in order, from 0."
             )
-        if not sizes or sizes[0] < 1 or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+        if not sizes or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
             raise ConfigError(
                 f"Profile {path}: section {section.index} ({section.name}) has costs for micro-batches of "
                 f"{sizes}. It needs at least one, in ascending order, from 1 on."
@@ -124,15 +124,13 @@ def _read(path: Path, kind: type[_T], version: int, what: str, made_by: str) -> 
 
 
 def _write(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(msgspec.json.format(data, indent=1) + b"\n")
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        try:
+            unfinished.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error

@@ -23,12 +23,14 @@ from varuna.errors import VarunaError, WorkerFailed
 from varuna.partition import Partition, Section, ValueSpec
 from varuna.partition.materialise import InitWeights
 from varuna.plan.profile import TaskCosts
+from varuna.run.deferred import deferring
 from varuna.run.fingerprint import kinds_of
 from varuna.run.measure_pass import (
     Batch,
     Chain,
     SectionBytes,
     SectionTimes,
+    split_pass,
     timed_pass,
     timed_recompute,
     weighed_pass,
@@ -198,12 +200,16 @@ def _measure_size(
         timed_pass(chain, batch, [SectionTimes() for _ in indices])
     sizes = weighed_pass(chain, batch)
     times = [SectionTimes() for _ in indices]
+    split = _split_sections(chain, [kinds[index] for index in indices])
     changes_buffers = any(section.mutated_buffers for section in chain.sections)
     budget.begin_size()
     while budget.wants_pass(len(times[0].forward_s)):
         timed_pass(chain, batch, times)
         if changes_buffers:
             timed_recompute(chain, batch, times)
+        if budget.wants_split(len(times[0].forward_s)):
+            for index, kept in split_pass(chain, batch, split, times).items():
+                sizes[index].weight_bytes = kept
     budget.end_size(time.monotonic() - started_s)
     found: dict[int, _Samples] = {}
     for index, taken, held in zip(indices, times, sizes, strict=True):
@@ -211,6 +217,11 @@ def _measure_size(
         samples.times.append(taken)
         samples.sizes.append(held)
     return found
+
+
+def _split_sections(chain: Chain, kinds: Sequence[int]) -> dict[int, Section]:
+    """The first section of each kind made to put off weight gradients, by position in the chain."""
+    return {kinds.index(kind): deferring(chain.sections[kinds.index(kind)]) for kind in sorted(set(kinds))}
 
 
 def _batch(request: MeasureRequest, first: Section, size: int) -> Batch:
@@ -262,6 +273,10 @@ class _Budget:
             return num_done == 0 or spent_s < self._total_s / 4
         return num_done < _MOST_PASSES and spent_s < self._total_s / 40
 
+    def wants_split(self, num_done: int) -> bool:
+        """Whether backward in two parts is to be timed after this pass; twice, or once if time is short."""
+        return num_done <= (2 if time.monotonic() - self._size_started_s < self._total_s / 40 else 1)
+
     def end_size(self, took_s: float) -> None:
         """A size is done, everything included."""
         self.num_sizes += 1
@@ -310,12 +325,17 @@ def _seconds(samples: Mapping[int, _Samples]) -> float:
 def _costs(size: int, samples: _Samples) -> TaskCosts:
     forward_s = _median(samples.times, lambda times: times.forward_s)
     recompute = [times for times in samples.times if times.recompute_s]
+    shares = [share for times in samples.times for share in times.weight_share]
+    backward_s = _median(samples.times, lambda times: times.backward_s)
+    share = statistics.median(shares) if shares else 0.0
     return TaskCosts(
         micro_batch_size=size,
         forward_s=forward_s,
         recompute_s=_median(recompute, lambda times: times.recompute_s) if recompute else forward_s,
-        backward_s=_median(samples.times, lambda times: times.backward_s),
+        backward_s=backward_s,
+        weight_s=backward_s * share,
         activation_bytes=max(held.activation_bytes for held in samples.sizes),
+        weight_bytes=max(held.weight_bytes for held in samples.sizes),
         workspace_bytes=round(statistics.median(held.workspace_bytes for held in samples.sizes)),
         output_bytes=max(held.output_bytes for held in samples.sizes),
         gradient_bytes=max(held.gradient_bytes for held in samples.sizes),

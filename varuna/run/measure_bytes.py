@@ -34,11 +34,11 @@ class KeptBytes:
             self._note(tensor)
 
     def __enter__(self) -> KeptBytes:
-        self._hooks.__enter__()  # type: ignore[no-untyped-call]
+        self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._note(tensor)
@@ -81,4 +81,4 @@ def num_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from varuna.partition import Partition, Section
 from varuna.partition.program import GraphProgram
+from varuna.run.deferred import PendingWeights
 from varuna.run.measure_bytes import KeptBytes, Peak, num_bytes
 from varuna.run.precision import AutocastSpec
 from varuna.run.random import seed_section
 
 _Moment = float | torch.cuda.Event
 _Span = tuple[_Moment, _Moment]
+
+_SHORTEST_S = 1e-9
 
 _TINY = 1e-3
 """What is back-propagated where no later section gives a gradient."""
@@ -64,6 +67,7 @@ class SectionBytes:
     """What one section takes at one micro-batch size; see ``TaskCosts``."""
 
     activation_bytes: int = 0
+    weight_bytes: int = 0
     workspace_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: int = 0
@@ -71,12 +75,12 @@ class SectionBytes:
 
 @dataclass(kw_only=True)
 class SectionTimes:
-    """Seconds of one section, one entry per pass."""
+    """Seconds of one section, one entry per pass; of a split backward the share of its second part."""
 
     forward_s: list[float] = field(default_factory=list)
     recompute_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
-    weight_s: list[float] = field(default_factory=list)
+    weight_share: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -127,6 +131,52 @@ def timed_recompute(chain: Chain, batch: Batch, times: Sequence[SectionTimes]) -
     clock.finish()
     for taken, span in zip(times, spans, strict=True):
         taken.recompute_s.append(clock.seconds(*span))
+
+
+def split_pass(
+    chain: Chain, batch: Batch, split: Mapping[int, Section], times: Sequence[SectionTimes]
+) -> dict[int, int]:
+    """Run once with backward in two parts in some sections; add the second part's share to ``times``.
+
+    Args:
+        chain: what runs.
+        batch: on what.
+        split: ``deferring`` sections by position in the chain; the others run as usual.
+        times: per section.
+
+    Returns:
+        Bytes kept from the first part to the second, by position.
+    """
+    clock = _Clock(chain.device)
+    pending = {index: PendingWeights(chain.device) for index in split}
+    held: list[_Held] = []
+    values = batch.received
+    with _as_in_a_run(chain):
+        for index, usual in enumerate(chain.sections):
+            section = split.get(index, usual)
+            held.append(_Held(received=_leaves(section, values)))
+            with pending[index].collect([section]) if index in pending else contextlib.nullcontext():
+                values = held[-1].outputs = _run(chain, section, batch, held[-1].received)
+    kept: dict[int, int] = {}
+    spans: dict[int, tuple[_Span, _Span]] = {}
+    gradients: Sequence[Tensor | None] | None = None
+    for index in reversed(range(len(held))):
+        last = held.pop()
+        if index not in split:
+            gradients = _backward(last, gradients)
+            continue
+        start = clock.now()
+        with pending[index].collect([split[index]]):
+            gradients = _backward(last, gradients)
+        middle = clock.now()
+        kept[index] = pending[index].num_bytes
+        pending[index].run()
+        spans[index] = ((start, middle), (middle, clock.now()))
+    clock.finish()
+    for index, (first, second) in spans.items():
+        first_s, second_s = clock.seconds(*first), clock.seconds(*second)
+        times[index].weight_share.append(second_s / max(first_s + second_s, _SHORTEST_S))
+    return kept
 
 
 def weighed_pass(chain: Chain, batch: Batch) -> list[SectionBytes]:

@@ -8,37 +8,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from varuna.config import LayoutConfig, WorldConfig
+from varuna.config import LayoutConfig, ProfileConfig, WorldConfig
 from varuna.errors import CheckFailed
 from varuna.events import CaptureFinished, CheckFinished, Event, Notice, PlanChosen
-from varuna.partition import InputSignature, Partition, Section, signature_of
+from varuna.partition import InputSignature, Partition, Section, flatten_batch, signature_of
 from varuna.partition.check import check_split, why_not_checked
-from varuna.partition.materialise import materialise
-from varuna.plan import PlanChoice, simple_plan
+from varuna.partition.materialise import materialise, return_memory
 from varuna.run.data import probe_first_batch
 from varuna.run.generation import Generation
 from varuna.run.groups import World
 from varuna.run.holders import held_buffers, held_names
 from varuna.run.job import JobSpec
-from varuna.run.memory import available_bytes
+from varuna.run.memory import available_bytes, reset_peak_memory
 from varuna.run.parameters import ParameterHolding
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions, Partitions
+from varuna.run.planning import Planned, plan_job
 from varuna.run.precision import Precision, convert_model
+from varuna.run.refine import StageRefiner
 from varuna.run.startup import (
-    agree_on_plan,
     agree_on_signature,
     compare_partitions,
     compare_settings,
     compare_weights,
     is_on_meta,
     leader_first,
-    worker_memory_bytes,
 )
 from varuna.spec import Plan
 
@@ -58,6 +57,7 @@ class StartRequest:
         init_weights: the user's function for models on the meta device.
         job: data and arithmetic.
         options: how the model is captured and cut.
+        profile: whether and what to measure before planning.
         traced_steps: which steps are recorded for a trace file.
     """
 
@@ -70,6 +70,7 @@ class StartRequest:
     init_weights: Callable[[nn.Module], None] | None
     job: JobSpec
     options: PartitionOptions
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     traced_steps: range = range(0)
 
 
@@ -96,7 +97,8 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> Generati
     shapes = _Shapes()
     signature = agree_on_signature(world, lambda: shapes.read(request))
     partitions = _capture(request, world, signature, publish)
-    plan = _choose_plan(request, world, partitions, publish)
+    planned = _plan(request, world, partitions, shapes.example, publish)
+    plan = planned.choice.plan
     _verify(request, world, partitions.reference, shapes.example, publish)
     holding = ParameterHolding(request.model, request.optimizer)
     _place(request, world, holding, partitions, plan)
@@ -104,6 +106,7 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> Generati
         index=0, world=world, plan=plan, job=request.job, partitions=partitions, parameters=holding.held
     )
     generation.open(first_step=0)
+    _refine(request, world, planned, lambda: True)
     return generation
 
 
@@ -146,22 +149,12 @@ def _capture(request: StartRequest, world: World, signature: InputSignature, pub
     return partitions
 
 
-def _choose_plan(request: StartRequest, world: World, partitions: Partitions, publish: Publish) -> Plan:
-    layout = request.layout
-
-    def choose() -> PlanChoice:
-        return simple_plan(
-            sections=partitions.reference.specs,
-            num_workers=world.size,
-            batch_size=request.job.batch_size,
-            num_stages=layout.num_stages,
-            micro_batch_size=layout.micro_batch_size,
-            schedule=layout.schedule,
-            recompute=layout.recompute,
-            memory_bytes=worker_memory_bytes(request.config, world.device),
-        )
-
-    choice = agree_on_plan(world, choose)
+def _plan(
+    request: StartRequest, world: World, partitions: Partitions, example: Any, publish: Publish
+) -> Planned:
+    tensors = None if example is None else flatten_batch(example).tensors
+    planned = plan_job(request, world, partitions, tensors, publish)
+    choice = planned.choice
     averaged = [name for section in partitions.reference.sections for name in averaged_buffers(section)]
     if averaged and len(choice.plan.pipelines) > 1:
         publish(
@@ -172,7 +165,15 @@ def _choose_plan(request: StartRequest, world: World, partitions: Partitions, pu
             )
         )
     publish(PlanChosen(generation=0, plan=choice.plan, reason=choice.reason))
-    return choice.plan
+    return planned
+
+
+def _refine(request: StartRequest, world: World, planned: Planned, is_current: Callable[[], bool]) -> None:
+    """Let the steps of this plan make the profile better that it was made from."""
+    profiled = planned.profiled
+    if profiled is not None:
+        refiner = StageRefiner(world, planned.choice.plan, profiled.profile, profiled.path, is_current)
+        request.job.spans.subscribe(refiner)
 
 
 def _verify(request: StartRequest, world: World, reference: Partition, example: Any, publish: Publish) -> None:
@@ -215,3 +216,5 @@ def _place(
         init_weights=request.init_weights,
     )
     holding.adopt(missing)
+    return_memory()
+    reset_peak_memory(world.device)  # from now on the peak is that of training
