@@ -4,8 +4,8 @@ A worker is known by its name and incarnation. The manager numbers the incarnati
 which it expects; what was fenced, or has a newer one, is refused for ever. A worker that comes back after a
 freeze learns it from the refusal of its next beat, and asks for a new incarnation.
 
-Silence is measured in time that the manager itself was awake: between two calls at most ``most_gap_s`` counts. If
-the manager was frozen or starved, or its clock jumped, nobody is condemned for beats that it has yet to read.
+Silence is measured in time that the manager itself was awake: between two calls at most ``most_gap_s`` counts.
+If the manager was frozen or starved, or its clock jumped, nobody is condemned for beats that wait to be read.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Heartbeats:
 
     Args:
         limit_s: a worker silent for this long is suspect. Workers should beat at least every quarter of it.
-        most_gap_s: the most that counts between two calls, by default a quarter of ``limit_s``. Call ``suspects``
-            more often than that, or finding takes longer.
+        most_gap_s: the most that counts between two calls, by default a quarter of ``limit_s``. Call
+            ``suspects`` more often than that, or finding takes longer.
     """
 
     def __init__(self, limit_s: float, *, most_gap_s: float | None = None) -> None:
@@ -89,9 +89,7 @@ class Heartbeats:
         self._advance(now_s)
         known = self._lives.get(worker)
         if known is None or incarnation > known.incarnation:
-            return Refused(
-                worker=worker, incarnation=incarnation, reason="nobody expects it: ask to join first"
-            )
+            return Refused(worker=worker, incarnation=incarnation, reason="not expected: ask to join first")
         if incarnation < known.incarnation:
             reason = f"incarnation {known.incarnation} has taken its place"
             return Refused(worker=worker, incarnation=incarnation, reason=reason)

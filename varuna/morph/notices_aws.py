@@ -151,6 +151,8 @@ class AwsNotices:
         reading = read_action(answer, machine=self._machine, utc_now=self._utc_now)
         if reading.problem:
             self._trouble(f"action {answer.status}", f"instance-action gave {reading.problem}")
+        if answer.status not in (200, 404):
+            return
         for told in self._memory.update(reading, self._waiting.now_s()):
             tell(told)
         answer = await self._ask(http, REBALANCE_PATH)
