@@ -163,7 +163,7 @@ def main() -> None:
     within = sum(ratio <= TARGET for ratio in ratios)
     notes = (
         f"{within} of {len(ratios)} choices are within {TARGET - 1:.0%} of the best measured candidate; ratio "
-        f"median {statistics.median(ratios):.3f}, largest {max(ratios):.3f}. Below 1: better than any candidate."
+        f"median {statistics.median(ratios):.3f}, largest {max(ratios):.3f}. Below 1: better than all of them."
     )
     header = [
         "network", "workers", "sections", "batch", "P", "chosen", "chosen s", "best candidate", "best s",

@@ -9,6 +9,7 @@ worker the engine's own time per task; the times of the sleeps are known. Needs 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -35,7 +36,8 @@ FORWARD_S, BACKWARD_S, WEIGHT_S = 0.010, 0.020, 0.010
 SHAPES = ("equal", "one 1.5x slower", "1 to 1.5 rising")
 MEDIAN_TARGET, P95_TARGET = 0.02, 0.05
 MESSAGE_BYTES = {LOOPBACK: (4 << 10, 1 << 20), JITTERED: (4 << 10, 4 << 10), SLOW: (16 << 10, 128 << 10)}
-_NUM_PREDICTED_RUNS = 20
+_NUM_PREDICTED_RUNS = 50
+_LAUNCH_S, _MOST_ROUNDS = 1.5, 20
 STATED_LINK = LinkProfile(latency_s=1e-4, bytes_per_s=1e9)
 
 
@@ -107,29 +109,32 @@ def predicted_s(configuration: Configuration, calibrated: Profile) -> float:
 def measure(
     wanted: Sequence[Configuration], repeats: int, rounds: int
 ) -> tuple[list[list[object]], list[float], list[str]]:
-    """Rows of the table, relative errors, and what was measured beforehand."""
+    """Rows of the table, relative errors, and what was measured beforehand.
+
+    A launch runs ``rounds`` steps, more where a step is short: on a jittered network each takes another time.
+    """
     used = [name for name in NETWORKS if any(one.network == name for one in wanted)]
     profiles = {name: calibrate(wanted[0].profile(), NETWORKS[name]) for name in used}
-    notes = [f"{name}: {_describe(profiles[name])}" for name in used]
+    expected_s = [predicted_s(one, profiles[one.network]) for one in wanted]
     runs = {
-        str(index): partial(measure_step_s, one.plan(), one.profile(), NETWORKS[one.network], rounds=rounds)
+        str(index): partial(
+            measure_step_s, one.plan(), one.profile(), NETWORKS[one.network],
+            rounds=max(rounds, min(_MOST_ROUNDS, math.ceil(_LAUNCH_S / expected_s[index]))),
+        )
         for index, one in enumerate(wanted)
-    }
+    }  # fmt: skip
     figures = report.interleaved(repeats, runs)
-    rows: list[list[object]] = []
-    errors = []
-    for index, one in enumerate(wanted):
-        expected_s = predicted_s(one, profiles[one.network])
-        measured_s = statistics.median(figures[str(index)])
-        errors.append(expected_s / measured_s - 1)
-        rows.append(
-            [
-                one.network, one.num_stages, one.shape, one.num_micro_batches, one.schedule,
-                "yes" if one.recompute else "no", f"{one.message_bytes >> 10} KB", expected_s, measured_s,
-                f"{errors[-1]:+.1%}",
-            ]
-        )  # fmt: skip
-    return rows, errors, notes
+    measured_s = [statistics.median(figures[str(index)]) for index in range(len(wanted))]
+    errors = [expected / measured - 1 for expected, measured in zip(expected_s, measured_s, strict=True)]
+    rows: list[list[object]] = [
+        [
+            one.network, one.num_stages, one.shape, one.num_micro_batches, one.schedule,
+            "yes" if one.recompute else "no", f"{one.message_bytes >> 10} KB", expected_s[index],
+            measured_s[index], f"{errors[index]:+.1%}",
+        ]
+        for index, one in enumerate(wanted)
+    ]  # fmt: skip
+    return rows, errors, [f"{name}: {_describe(profiles[name])}" for name in used]
 
 
 def _describe(profile: Profile) -> str:

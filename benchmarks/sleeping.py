@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -49,7 +50,12 @@ def run_on(network: Network, num_workers: int, work: workers.Work) -> list[Any]:
     if not network.is_switched:
         return workers.run_workers(num_workers, work)
     return switch.run_jittered(
-        num_workers, work, low_s=network.low_s, high_s=network.high_s, bytes_per_s=network.bytes_per_s
+        num_workers,
+        work,
+        low_s=network.low_s,
+        high_s=network.high_s,
+        bytes_per_s=network.bytes_per_s,
+        seed=random.getrandbits(32),  # other delays in every launch
     )
 
 
