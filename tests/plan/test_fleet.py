@@ -155,6 +155,20 @@ def test_a_change_during_a_morph_starts_it_again_only_if_it_takes_a_machine_in_u
     assert vars(lost.wall) == about(spent(morph=14, training=20, unfinished=6))
 
 
+def test_a_spare_that_will_go_does_not_start_a_morph_again() -> None:
+    text = seconds(_0="add a b c", _8="remove c", _40="remove a")
+    assert vars(replay(text, morph_s=10, notice_s=3).wall) == about(spent(morph=10, training=30))
+
+
+def test_a_machine_that_the_new_plan_does_not_use_may_be_the_last_holder() -> None:
+    # a b and c d are pipelines. b goes at 12: a and c are to go on, with what only d has. It goes at 14.
+    text = seconds(_0="add a b c d", _12="remove b", _14="remove d", _60="remove a")
+    result = replay(text, morph_s=6, restore_s=5)
+    # Start 0-6, a step to 11, 1 s lost at 12, morphs 12-14 and 14-20, restore 20-25, three steps from 25 on.
+    assert vars(result.wall) == about(spent(morph=14, redone=6, restore=5, training=30, unfinished=5))
+    assert (result.samples, result.num_restores) == (300, 1)
+
+
 def test_machines_of_several_devices() -> None:
     plan = fleet_plan(3, 4, 10.0, devices_per_machine=2)
     assert plan.num_machines == 3
@@ -172,6 +186,12 @@ def test_costs() -> None:
     assert (steady.num_machines, steady.hours, steady.cost) == (2, pytest.approx(2), pytest.approx(12))
     with pytest.raises(ConfigError, match="price of -1"):
         spot_bill(result, -1)
+
+
+def test_on_demand_takes_the_mean_number() -> None:
+    planner = TablePlanner({1: 30.0, 2: 10.0, 3: 9.0})
+    result = replay(seconds(_0="add a", _1000="add b c", _2000="remove a"), planner)
+    assert on_demand_bill(result, planner, 1.0).num_machines == 2
 
 
 def test_on_demand_takes_more_than_the_mean_where_the_model_needs_them() -> None:
