@@ -121,7 +121,8 @@ def _with_sharing(
 ) -> tuple[PipelineShape, ...]:
     """Slow streams down by the others that leave the same machine (see the module's text)."""
     link = profile.across_machines
-    busy = [_busy_shares(shape, link, costs_of) for shape in shapes]
+    known = {shape: _busy_shares(shape, link, costs_of) for shape in set(shapes)}
+    busy = [known[shape] for shape in shapes]
     leaving = np.zeros(max(machines) + 1)
     for pipeline, shape, shares in zip(pipelines, shapes, busy, strict=True):
         for index, hop in enumerate(shape.hops):

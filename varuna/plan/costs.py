@@ -7,6 +7,7 @@ samples at all cost nothing or more). With one measured size everything is in pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -82,22 +83,22 @@ def section_costs(section: SectionProfile, micro_batch_size: int) -> TaskCosts:
 
 
 def all_reduce_s(profile: Profile, num_workers: int, num_bytes: float, across_machines: bool) -> float:
-    """Seconds of one all-reduce: measured points of the nearest number of workers, else a ring over the links.
+    """Seconds of one all-reduce: from points measured with the nearest number of workers, else from the links.
 
-    Between measured sizes it is linear. Another number of workers than any measured one scales the measured
-    time by the ratio of two rings.
+    Between measured sizes it is linear. For another number of workers than any measured one, the measured time
+    is scaled by the ratio that the links' numbers give.
     """
     if num_workers < 2 or num_bytes <= 0:
         return 0.0
-    link = profile.across_machines if across_machines else profile.within_machine
     points = [point for point in profile.all_reduce if point.across_machines == across_machines]
     if not points:
-        return _ring_s(link, num_workers, num_bytes)
+        return _from_links_s(profile, num_workers, num_bytes, across_machines)
     nearest = min((point.num_workers for point in points), key=lambda n: (abs(n - num_workers), n))
-    measured = _measured_s([point for point in points if point.num_workers == nearest], num_bytes)
+    measured_s = _measured_s([point for point in points if point.num_workers == nearest], num_bytes)
     if nearest == num_workers:
-        return measured
-    return measured * _ring_s(link, num_workers, num_bytes) / _ring_s(link, nearest, num_bytes)
+        return measured_s
+    wanted_s = _from_links_s(profile, num_workers, num_bytes, across_machines)
+    return measured_s * wanted_s / _from_links_s(profile, nearest, num_bytes, across_machines)
 
 
 def message_s(link: LinkProfile, num_bytes: float) -> float:
@@ -110,9 +111,17 @@ def _measured_s(points: Sequence[AllReducePoint], num_bytes: float) -> float:
     return _at([point.num_bytes for point in points], [point.seconds for point in points], num_bytes)
 
 
-def _ring_s(link: LinkProfile, num_workers: int, num_bytes: float) -> float:
-    """Every worker sends 2 (n - 1) pieces of one n-th each to its neighbour, one after the other."""
-    return 2 * (num_workers - 1) * (link.latency_s + num_bytes / num_workers / link.bytes_per_s)
+def _from_links_s(profile: Profile, num_workers: int, num_bytes: float, across_machines: bool) -> float:
+    """A ring: 2 (n - 1) messages one after the other, each of one n-th of the bytes. That is what gloo does.
+
+    NCCL (any device but ``cpu``) may use trees instead: 2 log2 n messages, all bytes up and down.
+    """
+    link = profile.across_machines if across_machines else profile.within_machine
+    moved_s = 2 * num_bytes / link.bytes_per_s
+    ring_s = 2 * (num_workers - 1) * link.latency_s + moved_s * (num_workers - 1) / num_workers
+    if profile.device == "cpu":
+        return ring_s
+    return min(ring_s, 2 * math.ceil(math.log2(num_workers)) * link.latency_s + moved_s)
 
 
 def _at(sizes: Sequence[int], values: Sequence[float], size: float) -> float:

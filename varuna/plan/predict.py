@@ -122,8 +122,8 @@ def predict(
     last_s = float(np.mean([end_s.max() for end_s, _ in steps]))
     all_reduced_s = float(np.mean([done_s.max() for _, done_s in steps]))
     step_s = all_reduced_s + profile.step_overhead_s + least_update_s
-    busy_s = float(np.mean([sum(result.run.busy_s.sum() for result in results) for results in runs]))
-    exposed_s = np.mean([done_s - end_s for end_s, done_s in steps], axis=0)
+    busy_s = float(np.mean([sum(sum(result.busy_s) for result in results) for results in runs]))
+    exposed_s = np.mean([done_s - end_s for end_s, done_s in steps], axis=0).tolist()
     return Prediction(
         step_s=step_s,
         pipelines=tuple(
@@ -138,10 +138,12 @@ def predict(
 
 @dataclass(frozen=True)
 class _Simulated:
-    """One pipeline's run and the memory of each of its stages."""
+    """One pipeline's run, and per stage numbers of it."""
 
     run: PipelineRun
-    peak_memory_bytes: tuple[int, ...]
+    busy_s: list[float]
+    peak_in_flight: list[int]
+    peak_memory_bytes: list[int]
 
 
 def _simulate(
@@ -156,7 +158,7 @@ def _simulate(
     record: bool,
 ) -> _Simulated:
     run = run_pipeline(arrays_of(shape, profile, costs_of, start_s, [*seed, draw]), record=record)
-    memory = tuple(
+    memory = [
         stage_bytes(
             profile,
             stage.first_section,
@@ -167,8 +169,8 @@ def _simulate(
             num_waiting=(int(run.peak_waiting[index, 0]), int(run.peak_waiting[index, 1])),
         )
         for index, stage in enumerate(shape.stages)
-    )
-    return _Simulated(run, memory)
+    ]
+    return _Simulated(run, run.busy_s.tolist(), run.peak_in_flight.tolist(), memory)
 
 
 def _run_pipelines(
@@ -179,12 +181,14 @@ def _run_pipelines(
     simulate: Callable[[PipelineShape, Floats, int, int], _Simulated],
 ) -> list[_Simulated]:
     """One step of every pipeline; those of one shape are simulated ``num_draws`` times at most."""
-    known: dict[tuple[PipelineShape, int], _Simulated] = {}
-    counts: Counter[PipelineShape] = Counter()
+    ids: dict[PipelineShape, int] = {}
+    counts: Counter[int] = Counter()
+    known: dict[tuple[int, int], _Simulated] = {}
     results = []
     for pipeline, shape in zip(plan.pipelines, shapes, strict=True):
-        key = (shape, counts[shape] % num_draws)
-        counts[shape] += 1
+        shape_id = ids.setdefault(shape, len(ids))
+        key = (shape_id, counts[shape_id] % num_draws)
+        counts[shape_id] += 1
         if key not in known:
             own_start_s = start_s[[stage.worker_index for stage in pipeline.stages]]
             known[key] = simulate(shape, own_start_s, len(known), len(plan.pipelines))
@@ -208,23 +212,23 @@ def _has_jitter(profile: Profile) -> bool:
 
 
 def _pipeline_prediction(
-    pipeline: PipelineSpec, results: Sequence[_Simulated], exposed_s: Floats
+    pipeline: PipelineSpec, results: Sequence[_Simulated], exposed_s: Sequence[float]
 ) -> PipelinePrediction:
     """Means of times and the most of what is in memory, over several runs."""
-    runs = [result.run for result in results]
-    busy_s = np.mean([run.busy_s for run in runs], axis=0).tolist()
-    in_flight = np.max([run.peak_in_flight for run in runs], axis=0).tolist()
+    first = results[0]
+    busy_s = [sum(each) / len(each) for each in zip(*(result.busy_s for result in results), strict=True)]
+    in_flight = [max(each) for each in zip(*(result.peak_in_flight for result in results), strict=True)]
     memory = [max(each) for each in zip(*(result.peak_memory_bytes for result in results), strict=True)]
     return PipelinePrediction(
-        makespan_s=float(np.mean([run.makespan_s for run in runs])),
+        makespan_s=sum(result.run.makespan_s for result in results) / len(results),
         stages=tuple(
             StagePrediction(
                 worker_index=stage.worker_index,
                 busy_s=busy_s[index],
-                reduce_s=float(exposed_s[stage.worker_index]),
+                reduce_s=exposed_s[stage.worker_index],
                 peak_in_flight=in_flight[index],
                 peak_memory_bytes=memory[index],
-                spans=runs[0].spans[index] if runs[0].spans else (),
+                spans=first.run.spans[index] if first.run.spans else (),
             )
             for index, stage in enumerate(pipeline.stages)
         ),

@@ -50,7 +50,7 @@ def reduced_s(
     free_s = np.zeros_like(end_s)
     for reduction in sorted(reductions, key=lambda reduction: float(reduction.ready_s.max())):
         start_s = max(float(reduction.ready_s.max()), float(free_s[reduction.workers].max()))
-        duration_s = _duration_s(profile, reduction, machine_of, crossing)
+        duration_s = _duration_s(profile, reduction, machine_of[reduction.workers], crossing)
         free_s[reduction.workers] = start_s + duration_s
     return np.maximum(free_s, end_s)
 
@@ -60,71 +60,70 @@ class _Tails:
 
     def __init__(self, plan: Plan, profile: Profile, speeds: Sequence[float]) -> None:
         last = len(plan.micro_batch_samples(plan.num_micro_batches - 1))
-        self._full = self._before(profile, plan.micro_batch_size, split=plan.schedule == "zero-bubble")
-        self._short = self._before(profile, last, split=plan.schedule == "zero-bubble")
-        self._speeds = speeds
-        self._num_micro_batches = plan.num_micro_batches
+        sizes = (plan.micro_batch_size, last)
+        costs = [[section_costs(section, size) for section in profile.sections] for size in sizes]
+        split = plan.schedule == "zero-bubble"
+        seconds = [[cost.weight_s if split else cost.backward_s for cost in row] for row in costs]
+        self._before_s = np.concatenate((np.zeros((2, 1)), np.cumsum(seconds, axis=1)), axis=1)
+        self._last = len(plan.pipelines) - 1  # has the short micro-batch
+        self._speeds = np.asarray(speeds)
 
-    def of(self, stage: StageSpec, section_index: int, end_micro_batch: int) -> float:
-        """Seconds that sections of the stage before ``section_index`` take in its last task."""
-        sums = self._short if end_micro_batch == self._num_micro_batches else self._full
-        return float(sums[section_index] - sums[stage.first_section]) / self._speeds[stage.worker_index]
-
-    @staticmethod
-    def _before(profile: Profile, size: int, *, split: bool) -> Floats:
-        costs = [section_costs(section, size) for section in profile.sections]
-        seconds = [cost.weight_s if split else cost.backward_s for cost in costs]
-        return np.concatenate(([0.0], np.cumsum(seconds)))
+    def of(self, stages: Sequence[StageSpec], section_index: int) -> Floats:
+        """Seconds that the sections before one take in each pipeline's last task; a stage for each pipeline."""
+        firsts = [stage.first_section for stage in stages]
+        seconds = self._before_s[0, section_index] - self._before_s[0, firsts]
+        short = self._before_s[1, section_index] - self._before_s[1, firsts[-1]]
+        seconds[self._last] = short
+        tails: Floats = seconds / self._speeds[[stage.worker_index for stage in stages]]
+        return tails
 
 
 def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
     """Buckets of what each section alone uses; sections between two borders have the same holders."""
-    borders = sorted({stage.end_section for pipeline in plan.pipelines for stage in pipeline.stages})
+    if len(plan.pipelines) == 1:
+        return
     tied = np.zeros(len(profile.sections))
     for tie in profile.ties:
         tied[list(tie.section_indices)] += tie.num_bytes
-    if len(plan.pipelines) == 1:
-        return
     first = 0
-    for end in borders:
-        stages = [_stage_at(pipeline.stages, first) for pipeline in plan.pipelines]
+    for end in sorted({stage.end_section for pipeline in plan.pipelines for stage in pipeline.stages}):
+        stages = _stages_at(plan, first)
         workers = np.array([stage.worker_index for stage in stages])
         waiting = 0.0
         for index in range(end - 1, first - 1, -1):
             waiting += max(0.0, profile.sections[index].gradient_bytes - tied[index])
             if waiting >= BUCKET_BYTES or (index == first and waiting > 0):
-                own = [
-                    tails.of(stage, index, pipeline.end_micro_batch)
-                    for stage, pipeline in zip(stages, plan.pipelines, strict=True)
-                ]
-                yield _Reduction(workers, waiting, end_s[workers] - np.array(own))
+                yield _Reduction(workers, waiting, end_s[workers] - tails.of(stages, index))
                 waiting = 0.0
         first = end
 
 
 def _of_ties(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
     for tie in profile.ties:
-        ready: dict[int, float] = {}
-        for pipeline in plan.pipelines:
-            for index in sorted(tie.section_indices, reverse=True):  # the first one is last in backward
-                stage = _stage_at(pipeline.stages, index)
-                tail_s = tails.of(stage, index, pipeline.end_micro_batch)
-                ready[stage.worker_index] = float(end_s[stage.worker_index]) - tail_s
-        if len(ready) > 1:
-            yield _Reduction(np.array(list(ready)), tie.num_bytes, np.array(list(ready.values())))
+        ready_s: dict[int, float] = {}
+        for index in sorted(tie.section_indices, reverse=True):  # backward comes to the first one last
+            stages = _stages_at(plan, index)
+            for stage, tail_s in zip(stages, tails.of(stages, index).tolist(), strict=True):
+                ready_s[stage.worker_index] = float(end_s[stage.worker_index]) - tail_s
+        if len(ready_s) > 1:
+            yield _Reduction(np.array(list(ready_s)), tie.num_bytes, np.array(list(ready_s.values())))
 
 
-def _stage_at(stages: Sequence[StageSpec], section_index: int) -> StageSpec:
-    return next(stage for stage in stages if section_index < stage.end_section)
+def _stages_at(plan: Plan, section_index: int) -> list[StageSpec]:
+    """The stage of every pipeline that holds a section."""
+    return [
+        next(stage for stage in pipeline.stages if section_index < stage.end_section)
+        for pipeline in plan.pipelines
+    ]
 
 
-def _duration_s(profile: Profile, reduction: _Reduction, machine_of: Ints, crossing: Floats) -> float:
+def _duration_s(profile: Profile, reduction: _Reduction, machines: Ints, crossing: Floats) -> float:
     """Several buckets of full size one after the other, or one."""
-    used = np.unique(machine_of[reduction.workers])
+    across = bool((machines != machines[0]).any())
     num_buckets = max(1.0, reduction.num_bytes / BUCKET_BYTES)
     num_bytes = reduction.num_bytes / num_buckets
-    seconds = num_buckets * all_reduce_s(profile, len(reduction.workers), num_bytes, len(used) > 1)
+    seconds = num_buckets * all_reduce_s(profile, len(reduction.workers), num_bytes, across)
     link = profile.across_machines
-    if len(used) > 1 and link.shared_bytes_per_s > 0:
-        seconds *= max(1.0, float(crossing[used].max()) * link.bytes_per_s / link.shared_bytes_per_s)
+    if across and link.shared_bytes_per_s > 0:
+        seconds *= max(1.0, float(crossing[machines].max()) * link.bytes_per_s / link.shared_bytes_per_s)
     return seconds
