@@ -12,9 +12,10 @@ from pathlib import Path
 import click
 
 from varuna.cli_fleet import profiles
+from varuna.cli_profile import profile
 from varuna.cli_simulate import simulate
 from varuna.cli_timeline import timeline
-from varuna.config import SCHEDULE_NAMES, LayoutConfig, TraceConfig
+from varuna.config import SCHEDULE_NAMES, LayoutConfig, ProfileConfig, TraceConfig
 from varuna.errors import ConfigError, UserError
 from varuna.launch.naming import new_run_id
 
@@ -80,6 +81,12 @@ def main() -> None:
     help="Whose output to show: worker 0's, or everyone's, each line with its worker.",
 )
 @click.option("--no-check", is_flag=True, help="Skip comparing one split step with one unsplit step at start.")
+@click.option(
+    "--profile/--no-profile",
+    "profiles_first",
+    default=None,
+    help="Measure the model before planning. Default: if stages or micro-batch size are to be chosen.",
+)
 @click.option("--trace", type=click.Path(dir_okay=False), help="Record some steps for https://ui.perfetto.dev.")
 @click.option("--trace-steps", help="Which: 5:8 is steps 5, 6 and 7, counted from 0. Default: 2:5.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
@@ -95,6 +102,7 @@ def run(
     log_dir: Path | None,
     show: str,
     no_check: bool,
+    profiles_first: bool | None,
     trace: str | None,
     trace_steps: str | None,
     is_module: bool,
@@ -131,7 +139,7 @@ def run(
         log_dir=directory,
         show_all=show == "all",
     )
-    exit_code = run_local(job, {**os.environ, **traced})
+    exit_code = run_local(job, {**os.environ, **traced, **ProfileConfig(wanted=profiles_first).to_env()})
     if exit_code == 0 and log_dir is None:
         _remove_if_empty(directory)
     sys.exit(exit_code)
@@ -150,6 +158,7 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
     click.echo(render_schedule(name, stages, micro_batches, flags))
 
 
+main.add_command(profile)
 main.add_command(simulate)
 main.add_command(profiles)
 main.add_command(timeline)
