@@ -54,7 +54,10 @@ def simulate(
 
     PROFILE is a file from `varuna profile`, or a ready one such as gpt2-2.5b@v100@10gbit.
     """
+    from varuna.observe.picture import write_picture
     from varuna.observe.predicted import predicted_traces
+    from varuna.observe.timeline import render_timeline
+    from varuna.observe.trace import write_trace
     from varuna.plan.estimate import load_profile
     from varuna.plan.predict import predict
     from varuna.plan.profile_file import read_plan
@@ -91,16 +94,10 @@ def simulate(
     traces = predicted_traces(prediction, plan, numbers)
     title = f"{numbers.model} on {numbers.device}, simulated: {plan_path}"
     if timeline:
-        from varuna.observe.timeline import render_timeline
-
         click.echo(render_timeline(traces, width=width), nl=False)
     if picture is not None:
-        from varuna.observe.picture import write_picture
-
         write_picture(picture, traces, title=title)
     if chrome_trace is not None:
-        from varuna.observe.trace import write_trace
-
         write_trace(chrome_trace, traces, {"source": title})
 
 

@@ -26,7 +26,7 @@ COLOURS = {
 """Per category; told apart by people who see red and green alike, and in grey."""
 
 ENDINGS = (".png", ".svg", ".pdf")
-_LETTER_SHARE = 0.006  # of the picture's width that a letter of a task's name takes
+_LETTER_SHARE = 0.004  # of the picture's width that a letter of a task's name takes
 _ROW_INCHES, _WIDTH_INCHES, _MARGIN_INCHES = 0.3, 14.0, 1.2
 
 

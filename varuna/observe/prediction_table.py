@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,25 +15,16 @@ from varuna.plan.costs import stage_costs
 from varuna.plan.predict import PipelinePrediction, Prediction, StagePrediction
 from varuna.plan.profile import Profile
 from varuna.plan.render import format_bytes
-from varuna.spec import PipelineSpec, Plan, StageSpec
+from varuna.spec import Plan, StageSpec
 
 _WIDTH = 140
 _COLUMNS = ("pipelines", "micro-batches", "stage", "sections", "recompute", "busy", "reduce", "in flight")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Alike:
-    """Pipelines that differ in nothing but their workers."""
-
-    indices: tuple[int, ...]
-    spec: PipelineSpec
-    prediction: PipelinePrediction
-
-
 def render_prediction(prediction: Prediction, plan: Plan, profile: Profile) -> str:
     """The step, and per stage: share of the step at work, exposed reduction, messages, memory.
 
-    Pipelines that are alike share their rows.
+    Pipelines with equal stages and memory share their rows; times are then those of the slowest of them.
     """
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     lines = [
@@ -45,10 +36,13 @@ def render_prediction(prediction: Prediction, plan: Plan, profile: Profile) -> s
     if profile.estimated:
         lines.append("The profile is an estimate from data sheets: nothing was measured.")
     table = Table(*_COLUMNS, "sends forward", "sends backward", "memory", box=SIMPLE_HEAD, pad_edge=False)
-    for alike in _alike(prediction, plan):
-        for index, (spec, stage) in enumerate(zip(alike.spec.stages, alike.prediction.stages, strict=True)):
-            head = (_ranges(alike.indices), str(alike.spec.num_micro_batches)) if index == 0 else ("", "")
-            table.add_row(*head, str(index), *_cells(spec, stage, prediction.step_s, plan, profile))
+    for indices in _alike(prediction, plan):
+        slowest = max(indices, key=lambda index: _end_s(prediction.pipelines[index]))
+        spec, predicted = plan.pipelines[slowest], prediction.pipelines[slowest]
+        shares = sorted({plan.pipelines[index].num_micro_batches for index in indices})
+        for index, (stage, result) in enumerate(zip(spec.stages, predicted.stages, strict=True)):
+            head = (_ranges(indices), _ranges(shares)) if index == 0 else ("", "")
+            table.add_row(*head, str(index), *_cells(stage, result, prediction.step_s, plan, profile))
     text = io.StringIO()
     Console(file=text, width=_WIDTH).print(table)
     return "\n".join([*lines, *(line.rstrip() for line in text.getvalue().splitlines())]) + "\n"
@@ -73,16 +67,18 @@ def _cells(
     )
 
 
-def _alike(prediction: Prediction, plan: Plan) -> list[_Alike]:
+def _alike(prediction: Prediction, plan: Plan) -> list[list[int]]:
+    """Pipelines of equal stages and memory, by index."""
     groups: dict[object, list[int]] = {}
     for index, (spec, predicted) in enumerate(zip(plan.pipelines, prediction.pipelines, strict=True)):
         stages = tuple(replace(stage, worker_index=0) for stage in spec.stages)
-        results = tuple(replace(stage, worker_index=0, spans=()) for stage in predicted.stages)
-        groups.setdefault((stages, spec.num_micro_batches, results), []).append(index)
-    return [
-        _Alike(indices=tuple(of), spec=plan.pipelines[of[0]], prediction=prediction.pipelines[of[0]])
-        for of in groups.values()
-    ]
+        memory = tuple((stage.peak_in_flight, stage.peak_memory_bytes) for stage in predicted.stages)
+        groups.setdefault((stages, memory), []).append(index)
+    return list(groups.values())
+
+
+def _end_s(pipeline: PipelinePrediction) -> float:
+    return pipeline.makespan_s + max(stage.reduce_s for stage in pipeline.stages)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
