@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-NAMES = ("single", "pipelining", "emulated", "jitter", "start", "simulator", "best_plan")
+NAMES = ("single", "pipelining", "emulated", "jitter", "start", "simulator", "best_plan", "reference")
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ def make_plan(
     micro_batch_size: int = 1,
     batch_size: int | None = None,
 ) -> Plan:
-    """A pipeline for each of ``borders`` (from 0 to the number of sections), with its share of micro-batches."""
+    """A pipeline for each of ``borders`` (0 to the number of sections), with its share of micro-batches."""
     pipelines: list[PipelineSpec] = []
     worker = first = 0
     for ends, share in zip(borders, shares, strict=True):
