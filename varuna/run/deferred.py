@@ -1,9 +1,9 @@
 """Backward in two parts: gradients of inputs now (B), gradients of weights later (W). Nothing is run twice.
 
     pending = PendingWeights(device)
-    with pending.collect(sections): outputs = ...                                  # forward, or recompute
-    with pending.collect(sections): torch.autograd.backward(outputs, gradients)    # B
-    pending.run()                                                                  # W: adds to .grad
+    with pending.collect(sections): outputs = ...    # forward, or recompute
+    torch.autograd.backward(outputs, gradients)      # B
+    pending.run()                                    # W: adds to .grad
 
 In forward, an operator of ``weight_operators.py`` on a parameter runs as an autograd function whose backward
 computes the input's gradient and keeps (input, gradient of the output); the rest of what forward saved is freed
@@ -11,8 +11,7 @@ by B. W makes weight gradients of these pairs and lets autograd accumulate them,
 other parameters (norms, scales) get their gradients in B.
 
 Graphs call the operators through ``deferring``'s copy of the section. Modules that run as they are (opaque
-leaves, chains) are watched by a torch function mode, in B too: ``torch.utils.checkpoint`` runs their forward
-again there.
+leaves, chains) are watched by a torch function mode.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class PendingWeights:
 
     @contextlib.contextmanager
     def collect(self, sections: Iterable[Section]) -> Iterator[None]:
-        """Around forward, recompute or backward of sections that ``deferring`` made."""
+        """Around forward, or recompute, of sections that ``deferring`` made."""
         token = _collecting.set(self)
         try:
             with _Watch(self) if any(map(_runs_modules, sections)) else contextlib.nullcontext():
@@ -164,7 +163,7 @@ class _Deferred(torch.autograd.Function):
 
 
 class _Watch(TorchFunctionMode):
-    """Sees what modules call. Autograd carries it over to the threads in which backward runs."""
+    """Sees what modules call."""
 
     def __init__(self, pending: PendingWeights) -> None:
         super().__init__()
@@ -173,14 +172,22 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in OPERATORS and not _is_transformed():
+        if func in OPERATORS and not _is_special():
             return self._pending.call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _is_transformed() -> bool:
-    """Inside ``torch.func`` transforms and ``torch.compile``, which have their own ways with functions."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+def _is_special() -> bool:
+    """Inside ``torch.func`` transforms, ``torch.compile``, or hooks on what backward needs.
+
+    These have their own ways with functions; with such hooks ``torch.utils.checkpoint`` runs forward again in
+    backward, unwatched, and compares what is saved.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
 
 
 # --- which calls ----------------------------------------------------------------------------
@@ -201,14 +208,13 @@ def _can_put_off(call: WeightCall) -> bool:
 
 def _is_trainable(weight: Tensor) -> bool:
     """A parameter or a view of one, without hooks: those would run in B too, without a gradient."""
-    base = weight if weight._base is None else weight._base
+    parameter = _parameter_of(weight) if weight.requires_grad else None
     return (
-        weight.requires_grad
-        and isinstance(base, nn.Parameter)
-        and base.is_leaf
+        parameter is not None
+        and parameter.is_leaf
         and not weight._backward_hooks
-        and not base._backward_hooks
-        and not base._post_accumulate_grad_hooks
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
     )
 
 

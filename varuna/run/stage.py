@@ -50,10 +50,6 @@ class _InFlight:
     weights: PendingWeights | None = None
 
 
-def _collecting(held: _InFlight) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if held.weights is None else held.weights.collect(held.sections)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LossTotals:
     """Sums over the micro-batches of one step that this stage ran (zero but on the last stage).
@@ -181,12 +177,11 @@ class ModelStage:
         assert split == (held.weights is not None), "what backward puts off is collected from forward on"
         if is_final and not split and self._before_final_backward is not None:
             self._before_final_backward()
-        with _collecting(held):
-            if self._is_last:
-                self._backward_loss(held)
-            else:
-                assert gradients is not None
-                self._backward_outputs(held, gradients)
+        if self._is_last:
+            self._backward_loss(held)
+        else:
+            assert gradients is not None
+            self._backward_outputs(held, gradients)
         if held.weights is not None:
             self._pending[micro_batch_index] = held.weights
         if self._is_first:
@@ -235,7 +230,9 @@ class ModelStage:
         self, micro_batch_index: int, held: _InFlight, *, preserve_buffers: bool = False
     ) -> tuple[Tensor, ...]:
         values: tuple[Tensor, ...] = held.received
-        with self._autocast.context(), _collecting(held):
+        weights = held.weights
+        collecting = contextlib.nullcontext() if weights is None else weights.collect(held.sections)
+        with self._autocast.context(), collecting:
             for section in held.sections:
                 if section.uses_random:
                     seed_section(
