@@ -20,13 +20,13 @@ def run(state, kind, index):
     state.finish(task)
 
 
-F, R, B = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD
+F, R, B, W = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.WEIGHT
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": "zigzag"}, ["'zigzag'", "varuna, 1f1b, gpipe"]),
+        ({"name": "zigzag"}, ["'zigzag'", "varuna, 1f1b, gpipe, zero-bubble"]),
         ({"stage_index": 4}, ["Stage 4", "4 stages"]),
         ({"num_stages": 0}, ["0 stages"]),
         ({"num_micro_batches": 0}, ["num_micro_batches=0", "fewer pipelines"]),
@@ -53,7 +53,9 @@ def test_fixed_orders():
     assert make("varuna").order == ()
 
 
-@pytest.mark.parametrize(("name", "recomputes"), [("varuna", False), ("1f1b", False), ("gpipe", True)])
+@pytest.mark.parametrize(
+    ("name", "recomputes"), [("varuna", False), ("1f1b", False), ("gpipe", True), ("zero-bubble", False)]
+)
 def test_last_stage_recomputes_only_where_backward_does_not_follow_at_once(name, recomputes):
     assert make(name, stage_index=3, recompute=[True] * 4).recompute is recomputes
     assert make(name, stage_index=0, recompute=[True] * 4).recompute is True
@@ -71,6 +73,26 @@ def test_limits():
     assert make("varuna", max_in_flight=5).max_in_flight == 5
     assert make("varuna", max_in_flight=5, stage_index=3).max_in_flight == 1
     assert make("varuna", max_in_flight=500).max_in_flight == 8
+
+
+def held(**changes):
+    return [make("zero-bubble", num_micro_batches=64, stage_index=i, **changes).max_held for i in range(4)]
+
+
+def test_limits_of_sets_of_activations():
+    assert held() == [8, 8, 8, 8]
+    assert held(recompute=[True] * 4) == [2, 3, 4, 4]
+    assert held(recompute=[False, False, True, False]) == [8, 8, 4, 4]  # the last stage saves where others do
+    assert held(max_in_flight=5) == [5, 5, 5, 5]
+    assert held(max_in_flight=5, recompute=[True] * 4) == [2, 3, 4, 4]
+    assert make("zero-bubble", num_micro_batches=3).max_held == 3
+    assert [make("zero-bubble", num_micro_batches=64, stage_index=i).max_in_flight for i in range(4)] == [
+        10,
+        8,
+        6,
+        1,
+    ]
+    assert make("varuna").max_held == 0
 
 
 def test_first_stage_has_all_activations_and_last_its_own_gradient():
@@ -131,6 +153,54 @@ def test_varuna_recomputes_ahead_of_a_late_gradient_and_only_one():
     run(state, B, 1)
     run(state, R, 2)
     assert next_task(state) is None
+
+
+def test_zero_bubble_puts_weight_tasks_off_until_it_would_wait():
+    state = StageState(make("zero-bubble", stage_index=2, num_micro_batches=3))
+    state.activations_arrived = 2
+    state.gradients_arrived = 1
+    run(state, F, 0)
+    run(state, F, 1)
+    run(state, B, 0)
+    run(state, W, 0)
+    assert next_task(state) is None
+    state.gradients_arrived = 2
+    state.activations_arrived = 3
+    run(state, F, 2)
+    run(state, B, 1)
+    assert (state.num_in_flight, state.num_held) == (1, 2)
+    state.gradients_arrived = 3
+    run(state, B, 2)
+    assert not state.is_done
+    run(state, W, 1)
+    run(state, W, 2)
+    assert state.is_done
+    assert next_task(state) is None
+
+
+def test_zero_bubble_makes_room_for_a_set_of_activations():
+    state = StageState(make("zero-bubble", stage_index=2, max_in_flight=2))
+    state.activations_arrived = 4
+    state.gradients_arrived = 1
+    run(state, F, 0)
+    run(state, F, 1)
+    run(state, B, 0)
+    run(state, W, 0)  # two sets: the third forward needs the room of the first
+    run(state, F, 2)
+
+
+def test_zero_bubble_with_recompute_counts_recomputed_sets():
+    state = StageState(make("zero-bubble", stage_index=0, recompute=[True] * 4))
+    state.gradients_arrived = 3
+    for index in range(6):  # low_in_flight
+        run(state, F, index)
+    for index in range(2):
+        run(state, R, index)
+        run(state, B, index)
+        run(state, F, 6 + index)
+    assert state.num_held == state.schedule.max_held == 2
+    run(state, W, 0)
+    run(state, R, 2)
 
 
 def test_a_task_out_of_turn_is_our_own_bug():

@@ -13,7 +13,10 @@ MS = StageTimes(forward_s=0.020, backward_s=0.040)
 def efficiency(name, num_stages, *, slow_stage=None, max_in_flight=0, num_runs=10):
     """Time without bubbles over mean simulated time: 32 micro-batches, messages 5 ± 5 ms one way."""
     factors = [1.5 if index == slow_stage else 1.0 for index in range(num_stages)]
-    times = [StageTimes(forward_s=0.020 * factor, backward_s=0.040 * factor) for factor in factors]
+    times = [
+        StageTimes(forward_s=0.020 * factor, backward_s=0.040 * factor, weight_s=0.020 * factor)
+        for factor in factors
+    ]
     schedules = pipeline_schedules(
         name,
         num_stages=num_stages,
@@ -26,7 +29,7 @@ def efficiency(name, num_stages, *, slow_stage=None, max_in_flight=0, num_runs=1
         rng = random.Random(seed)
         result = simulate_step(
             schedules,
-            duration_s=constant_durations(times),
+            duration_s=constant_durations(times, split=schedules[0].split),
             latency_s=lambda _stage, _task, rng=rng: rng.uniform(0.0, 0.010),
         )
         total_s += result.makespan_s
@@ -77,6 +80,47 @@ def test_varuna_with_recompute_is_never_slower_than_the_others(num_stages):
 def test_varuna_stands_jitter(num_stages, slow_stage, at_least, at_most_1f1b):
     assert efficiency("varuna", num_stages, slow_stage=slow_stage) >= at_least
     assert efficiency("1f1b", num_stages, slow_stage=slow_stage) <= at_most_1f1b
+
+
+@pytest.mark.parametrize("slow_stage", [None, 1, 2])
+@pytest.mark.parametrize("num_stages", [4, 8])
+def test_zero_bubble_stands_jitter_better_than_varuna(num_stages, slow_stage):
+    ours = efficiency("zero-bubble", num_stages, slow_stage=slow_stage)
+    assert ours > efficiency("varuna", num_stages, slow_stage=slow_stage) + 0.005
+
+
+def zero_bubble(num_stages, num_micro_batches, *, recompute=False, name="zero-bubble"):
+    """F, R, B and W 20 ms each, messages 0.3 ms; and the time without bubbles or recompute over that taken."""
+    times = [StageTimes(forward_s=0.02, recompute_s=0.02, backward_s=0.04, weight_s=0.02)] * num_stages
+    schedules = pipeline_schedules(
+        name,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        recompute=[recompute] * num_stages,
+    )
+    durations = constant_durations(times, split=schedules[0].split)
+    result = simulate_step(schedules, duration_s=durations, latency_s=0.0003)
+    return result, num_micro_batches * 0.06 / result.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_micro_batches", "at_least"),
+    [(8, 16, 0.87), (8, 32, 0.93), (4, 32, 0.968), (16, 32, 0.86)],
+)
+def test_zero_bubble_comes_near_its_bound_with_the_sets_that_are_stated(
+    num_stages, num_micro_batches, at_least
+):
+    result, ours = zero_bubble(num_stages, num_micro_batches)
+    bound = num_micro_batches / (num_micro_batches + (num_stages - 1) / 3)
+    assert at_least <= ours <= bound
+    assert max(result.peak_held) <= num_stages + num_stages // 2 + 2
+
+
+@pytest.mark.parametrize(("num_micro_batches", "gain"), [(16, 1.1), (32, 1.06)])
+def test_zero_bubble_with_recompute_is_clearly_faster_than_1f1b(num_micro_batches, gain):
+    result, ours = zero_bubble(8, num_micro_batches, recompute=True)
+    assert ours > gain * zero_bubble(8, num_micro_batches, recompute=True, name="1f1b")[1]
+    assert max(result.peak_held) <= 4
 
 
 def test_a_slow_early_stage_does_not_starve_its_successors():
