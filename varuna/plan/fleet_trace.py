@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def read_trace(path: Path) -> FleetTrace:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: not text in UTF-8 ({error.reason}).") from error
-    return parse_trace(text, str(path))
+    return replace(parse_trace(text, str(path)), name=path.name)
 
 
 def parse_trace(text: str, name: str) -> FleetTrace:
