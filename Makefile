@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # One compute thread per process: workers share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all check format bench clean
+.PHONY: setup demo test test-all check format bench bench-simulator clean
 
 setup: $(VENV)/.ready
 
@@ -47,6 +47,10 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Predicted against measured steps, emulated and real; the chosen plan against all others. Needs root and quiet.
+bench-simulator: setup
+	$(BIN)/python -m benchmarks simulator real_steps best_plan
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

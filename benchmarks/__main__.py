@@ -6,7 +6,17 @@ import os
 import subprocess
 import sys
 
-NAMES = ("single", "pipelining", "emulated", "jitter", "start", "simulator", "best_plan", "reference")
+NAMES = (
+    "single",
+    "pipelining",
+    "emulated",
+    "schedules",
+    "jitter",
+    "start",
+    "simulator",
+    "best_plan",
+    "reference",
+)
 
 
 def main() -> int:

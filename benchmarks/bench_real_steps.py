@@ -1,0 +1,157 @@
+"""The simulator on real models: steps of a GPT and a ResNet on two cores, against what a profile predicts.
+
+``varuna profile`` with two workers comes first; then jobs of one and two workers run with given layouts, in
+turn, and each one's median step and each worker's peak memory are compared with the prediction for the plan
+that it used. Whoever else uses the machine disturbs this more than any other figure here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+from varuna.plan.cluster import Cluster
+from varuna.plan.predict import predict
+from varuna.plan.profile_file import read_plan, read_profile
+
+MODELS = ("gpt", "resnet")
+NUM_WARM_UP = 3
+MEDIAN_TARGET, MEMORY_TARGET = 0.02, 0.10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a run is told."""
+
+    num_workers: int
+    num_stages: int
+    micro_batch_size: int
+    schedule: str
+    recompute: bool
+
+    def flags(self) -> list[str]:
+        """Of ``varuna run``."""
+        return [
+            "-w", str(self.num_workers), "-p", str(self.num_stages), "-b", str(self.micro_batch_size),
+            "--schedule", self.schedule, "--recompute" if self.recompute else "--no-recompute",
+        ]  # fmt: skip
+
+
+LAYOUTS = (
+    Layout(num_workers=1, num_stages=1, micro_batch_size=2, schedule="varuna", recompute=False),
+    Layout(num_workers=1, num_stages=1, micro_batch_size=8, schedule="varuna", recompute=False),
+    Layout(num_workers=2, num_stages=2, micro_batch_size=1, schedule="varuna", recompute=True),
+    Layout(num_workers=2, num_stages=2, micro_batch_size=2, schedule="varuna", recompute=False),
+    Layout(num_workers=2, num_stages=2, micro_batch_size=2, schedule="1f1b", recompute=True),
+    Layout(num_workers=2, num_stages=2, micro_batch_size=4, schedule="gpipe", recompute=False),
+    Layout(num_workers=2, num_stages=2, micro_batch_size=2, schedule="zero-bubble", recompute=False),
+    Layout(num_workers=2, num_stages=1, micro_batch_size=4, schedule="varuna", recompute=False),
+)
+
+
+def varuna(*arguments: str) -> None:
+    """Run the command; its output is shown if it fails."""
+    command = [sys.executable, "-W", "ignore", "-m", "varuna", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def run_once(model: str, layout: Layout, folder: Path, num_steps: int) -> float:
+    """Median step of one job; what it wrote stays in the folder."""
+    folder.mkdir(exist_ok=True)
+    script = ["-m", "benchmarks.real_job", model, str(folder), "--steps", str(num_steps)]
+    varuna("run", *layout.flags(), "--no-profile", "--no-check", *script)
+    steps = json.loads((folder / "0.json").read_text())["step_s"]
+    return statistics.median(steps[NUM_WARM_UP:])
+
+
+def rows_of(
+    model: str, folder: Path, figures: dict[str, list[float]]
+) -> tuple[list[list[object]], list[float], list[float]]:
+    """Rows, errors of step times and of memory."""
+    profile = read_profile(folder / "profile.json")
+    rows: list[list[object]] = []
+    errors, memory_errors = [], []
+    for index, layout in enumerate(LAYOUTS):
+        plan = read_plan(folder / str(index) / "plan.json")
+        prediction = predict(plan, profile, Cluster.parse(f"1x{layout.num_workers}"), num_runs=20)
+        measured_s = statistics.median(figures[str(index)])
+        errors.append(prediction.step_s / measured_s - 1)
+        stages = [stage for pipeline in prediction.pipelines for stage in pipeline.stages]
+        of_stages = []
+        for stage in stages:
+            found = json.loads((folder / str(index) / f"{stage.worker_index}.json").read_text())
+            of_stages.append(stage.peak_memory_bytes / found["memory_bytes"] - 1)
+        memory_errors += of_stages
+        rows.append(
+            [
+                model, layout.num_workers, layout.num_stages, layout.micro_batch_size, layout.schedule,
+                "yes" if layout.recompute else "no", prediction.step_s, measured_s, f"{errors[-1]:+.1%}",
+                " ".join(f"{error:+.1%}" for error in of_stages),
+            ]
+        )  # fmt: skip
+    return rows, errors, memory_errors
+
+
+def measure(
+    model: str, folder: Path, repeats: int, num_steps: int
+) -> tuple[list[list[object]], list[float], list[float]]:
+    """One model: profile first, then all layouts in turn."""
+    folder.mkdir()
+    varuna(
+        "profile",
+        "-w",
+        "2",
+        "-o",
+        str(folder / "profile.json"),
+        "-m",
+        "benchmarks.real_job",
+        model,
+        str(folder),
+    )
+    figures = report.interleaved(
+        repeats,
+        {
+            str(index): lambda index=index, layout=layout: run_once(
+                model, layout, folder / str(index), num_steps
+            )
+            for index, layout in enumerate(LAYOUTS)
+        },
+    )
+    return rows_of(model, folder, figures)
+
+
+def main() -> None:
+    options = report.arguments(__doc__ or "", repeats=2, steps=15)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: list[list[object]] = []
+    errors, memory_errors = [], []
+    with tempfile.TemporaryDirectory() as root:
+        os.environ["VARUNA_CACHE_DIR"] = f"{root}/cache"
+        for model in MODELS:
+            of_model = measure(model, Path(root) / model, options.repeats, options.steps)
+            rows += of_model[0]
+            errors += of_model[1]
+            memory_errors += of_model[2]
+    sizes, memory = sorted(map(abs, errors)), max(map(abs, memory_errors))
+    notes = (
+        f"Step time: error median {statistics.median(sizes):.1%} (target at most {MEDIAN_TARGET:.0%}), largest "
+        f"{sizes[-1]:.1%}. Peak memory: largest error {memory:.1%} (at most {MEMORY_TARGET:.0%})."
+    )
+    header = [
+        "model", "workers", "P", "m", "schedule", "recompute", "predicted s", "measured s", "error",
+        "memory error per stage",
+    ]  # fmt: skip
+    report.report("Simulator on real models", report.table(header, rows), options.log, notes)
+
+
+if __name__ == "__main__":
+    main()
