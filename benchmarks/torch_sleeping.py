@@ -34,6 +34,8 @@ class SleepingPipeline:
         num_values: floats in the activation of one micro-batch.
         slow_stage, slow_factor: this stage takes that many times as long (-1: none).
         recompute: forward runs again before backward (Varuna's engine only).
+
+    Half of ``backward_s`` is for weight gradients, which some schedules put off.
     """
 
     num_stages: int
@@ -53,7 +55,8 @@ class SleepingPipeline:
     def no_bubble_s(self) -> float:
         """Seconds the busiest stage needs for its own work alone."""
         slowest = max(self.factor(index) for index in range(self.num_stages))
-        return self.num_micro_batches * (self.forward_s + self.backward_s) * slowest
+        once_s = self.forward_s * (2 if self.recompute else 1) + self.backward_s
+        return self.num_micro_batches * once_s * slowest
 
 
 class _Sleep(torch.autograd.Function):

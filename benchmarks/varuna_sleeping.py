@@ -17,7 +17,7 @@ from varuna.run.connect import ConnectOptions, StageAddress
 from varuna.run.engine import StepContext, run_stage
 from varuna.testing.emulated import EmulatedStage
 
-VARUNA_SCHEDULES = ("varuna", "1f1b", "gpipe")
+VARUNA_SCHEDULES = ("varuna", "1f1b", "gpipe", "zero-bubble")
 
 
 def schedules(name: str, pipeline: SleepingPipeline) -> tuple[StageSchedule, ...]:
@@ -33,12 +33,13 @@ def schedules(name: str, pipeline: SleepingPipeline) -> tuple[StageSchedule, ...
 
 
 def stage_times(pipeline: SleepingPipeline) -> list[StageTimes]:
-    """Seconds per task of every stage; recompute takes what forward takes."""
+    """Seconds per task of every stage; recompute takes what forward takes, weights half of backward."""
     return [
         StageTimes(
             forward_s=pipeline.forward_s * pipeline.factor(index),
             backward_s=pipeline.backward_s * pipeline.factor(index),
             recompute_s=pipeline.forward_s * pipeline.factor(index),
+            weight_s=pipeline.backward_s / 2 * pipeline.factor(index),
         )
         for index in range(pipeline.num_stages)
     ]

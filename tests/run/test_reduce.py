@@ -172,6 +172,42 @@ def test_s25_no_deadlock_when_groups_finish_in_opposite_order() -> None:
     assert run_workers(3, opposite_orders) == [2, 2, 2]
 
 
+def foretold(context: Context) -> list[Any]:
+    """The last task adds to ``last`` twice and to nothing else, in the first step too."""
+    names = ("early", "last", "late")
+    held = {name: nn.Parameter(torch.zeros(4, dtype=torch.float64)) for name in names}
+    groups = context.groups()
+    reducer = GradientReducer(held, dict.fromkeys(names, (0, 1)), groups, bucket_bytes=1)  # in turn: late first
+    found: list[Any] = []
+    for _ in range(2):
+        before = reducer.num_reductions
+        reducer.begin_step()
+        for name in names:
+            (held[name] * (context.rank + 1)).sum().backward()
+        counts = [0]
+        reducer.begin_final_backward({held["last"]: 2})
+        for _ in range(2):
+            counts.append(reducer.num_reductions - before)
+            torch.autograd.backward(held["last"], torch.ones(4, dtype=torch.float64))
+        counts.append(reducer.num_reductions - before)
+        reducer.finish()
+        found.append([counts, *[held[name].grad.tolist() for name in names]])
+        reducer.drop_gradients()
+    reducer.begin_step()
+    reducer.begin_final_backward({})
+    held["early"].sum().backward()
+    with pytest.raises(RunError, match="'early' was added to more often"):
+        reducer.finish()
+    reducer.cancel()
+    groups.close()
+    return found
+
+
+def test_foretold_additions_are_waited_for_and_no_others() -> None:
+    for found in run_workers(2, foretold):
+        assert found == [[[0, 1, 1, 3], [3.0] * 4, [7.0] * 4, [3.0] * 4]] * 2
+
+
 def nested(context: Context) -> list[Any]:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
     other = nn.Parameter(torch.ones(3, dtype=torch.float64))
