@@ -40,6 +40,7 @@ class WorldConfig:
         launched_by: who set the variables.
         token: secret of the job, the same on every worker; empty under other launchers.
         failure_dir: where a failing worker leaves its failure record; None if nobody reads one.
+        joins: this worker comes to a job that is at work already; its rank is given to it later.
     """
 
     rank: int = 0
@@ -54,6 +55,7 @@ class WorldConfig:
     launched_by: Literal["varuna", "torchrun", "none"] = "none"
     token: str = field(default="", repr=False)
     failure_dir: str | None = None
+    joins: bool = False
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> WorldConfig:
@@ -92,6 +94,7 @@ class WorldConfig:
             launched_by="varuna" if is_varuna else "torchrun",
             token=environ.get("VARUNA_TOKEN", ""),
             failure_dir=environ.get("VARUNA_FAILURE_DIR") or None,
+            joins=_flag("VARUNA_JOINS", environ.get("VARUNA_JOINS") or "0"),
         )
 
 

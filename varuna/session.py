@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.config import LayoutConfig, ProfileConfig, TraceConfig, WorldConfig, cache_dir
-from varuna.errors import PeerLost, RunError
+from varuna.errors import PeerLost, ProtocolError, RunError
 from varuna.events import Evaluated, Event, EventBus, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
 from varuna.observe import progress_listener
@@ -44,15 +44,26 @@ from varuna.run.data import check_dataset
 from varuna.run.failure import explain_peer_loss, publish_failure
 from varuna.run.fetch import CollateFn, MapDataset
 from varuna.run.gather import gather_state
-from varuna.run.generation import Generation
+from varuna.run.generation import EvaluationSums, Generation
+from varuna.run.groups import World
 from varuna.run.job import JobSpec, LossWeight
+from varuna.run.job_state import (
+    Call,
+    decode_job_state,
+    encode_job_state,
+    job_state,
+    load_options,
+    load_schedule,
+)
+from varuna.run.member import Control, Member
 from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions
 from varuna.run.planning import ProfileWritten
 from varuna.run.precision import AutocastSpec, LossScaler, Precision
 from varuna.run.random import preserved_generators
-from varuna.run.start import StartRequest, start_job
+from varuna.run.reform import Worker
+from varuna.run.start import StartRequest, start_job, start_newcomer
 from varuna.run.startup import join_world, leader_first, pick_device, tokens_per_sample
 from varuna.run.trace import Recording, TraceCollector
 from varuna.spec import Plan, SectionSpec, Step
@@ -167,7 +178,11 @@ class Varuna:
         if self.rank == 0 and progress:
             self._bus.subscribe(progress_listener() if progress is True else progress)
         self._step_index = 0
-        self._generation: Generation | None = None
+        self._member: Member | None = None
+        self._control: Control | None = None
+        self._calls: list[Call] = []
+        self._num_calls = 0
+        self._num_calls_at_join = 0
         self._store: Store | None = None
         self._collector: TraceCollector | None = None
         self._broken = ""
@@ -187,12 +202,12 @@ class Varuna:
     @property
     def plan(self) -> Plan:
         """The layout in use; starts the job if it has not started."""
-        return self._started().plan
+        return self._started().generation.plan
 
     @property
     def sections(self) -> tuple[SectionSpec, ...]:
         """The model's sections; starts the job if it has not started."""
-        return self._started().partitions.reference.specs
+        return self._started().generation.partitions.reference.specs
 
     def train(self, num_steps: int) -> Iterator[Step]:
         """Run ``num_steps`` more steps, yielding each when its update is done. Call it on every worker.
@@ -205,7 +220,8 @@ class Varuna:
         """
         num_steps = checked_num_steps(num_steps)
         self._started()
-        return self._train(num_steps)
+        call, is_over = self._begin("train")
+        return iter(()) if is_over else self._train(call, num_steps)
 
     def evaluate(self, dataset: MapDataset, batch_size: int | None = None) -> float:
         """Mean loss over a dataset in eval mode, each sample once. Call it on every worker.
@@ -216,18 +232,24 @@ class Varuna:
         """
         check_dataset(dataset)
         micro_batch_size = None if batch_size is None else checked_batch_size(batch_size)
-        generation = self._started()
-        micro_batch_size = micro_batch_size or generation.plan.micro_batch_size
+        member = self._started()
+        made, _ = self._begin("evaluate")
+        if made.value is not None:
+            return made.value
         started_s = time.monotonic()
-        with self._guarded():
-            generation.calls.meet(f"evaluate (of {len(dataset)} samples by {micro_batch_size})")
+
+        def run(generation: Generation) -> EvaluationSums:
+            size = micro_batch_size or generation.plan.micro_batch_size
+            generation.calls.meet(f"evaluate (of {len(dataset)} samples by {size})")
             partitions = generation.partitions
             leader_first(
                 generation.world, "evaluate", lambda: partitions.get(None, EXAMPLE_NUM_SAMPLES, training=False)
             )
-            with preserved_generators(self._device):
-                sums = generation.evaluate(dataset, micro_batch_size)
-        loss = sums.loss_sum / sums.weight if sums.weight else float("nan")
+            return generation.evaluate(dataset, size)
+
+        with self._guarded(), preserved_generators(self._device):
+            sums = member.together(run)
+        loss = made.value = sums.loss_sum / sums.weight if sums.weight else float("nan")
         duration_s = time.monotonic() - started_s
         self._bus.publish(Evaluated(loss=loss, num_samples=sums.num_samples, duration_s=duration_s))
         return loss
@@ -237,15 +259,22 @@ class Varuna:
 
         Call it on every worker. The names are the plain model's, whatever the layout.
         """
-        generation = self._started()
-        with self._guarded():
+
+        def run(generation: Generation) -> dict[str, Tensor]:
             generation.calls.meet("full_state_dict")
             return gather_state(self._model, generation)
 
+        member = self._started()
+        _, is_over = self._begin("full_state_dict")
+        if is_over:
+            return {}
+        with self._guarded():
+            return member.together(run)
+
     def close(self) -> None:
         """Part from the other workers in order. Happens by itself when the process ends."""
-        if self._generation is not None and not self._broken:
-            self._generation.close()
+        if self._member is not None and not self._broken:
+            self._member.generation.close()
             self._broken = "it was closed"
 
     def __enter__(self) -> Varuna:
@@ -256,22 +285,69 @@ class Varuna:
 
     # --- start ------------------------------------------------------------------------------
 
-    def _started(self) -> Generation:
+    def _started(self) -> Member:
         if self._broken:
             raise RunError(f"This job cannot go on because {self._broken}. Make a new one.")
-        if self._generation is None:
-            self._generation = self._start()
-        return self._generation
+        if self._member is None:
+            self._member = self._start()
+        return self._member
 
-    def _start(self) -> Generation:
+    def _start(self) -> Member:
         world = join_world(self._config, self._device)
         self._store = world.store
         with self._guarded(), preserved_generators(self._device):
-            generation = start_job(self._request, world, self._bus.publish)
+            member = self._join(world) if self._config.joins else self._found(world)
         if self._trace is not None:
-            self._collector = TraceCollector(self._trace.steps, generation, self._save_trace)
+            self._collector = TraceCollector(self._trace.steps, member.generation, self._save_trace)
             self._request.job.spans.subscribe(self._collector)
-        return generation
+        return member
+
+    def _found(self, world: World) -> Member:
+        """The first generation, with all the workers that were started together."""
+        started = start_job(self._request, world, self._bus.publish)
+        member = self._member_of(started.worker, started.generation)
+        member.start()
+        return member
+
+    def _join(self, world: World) -> Member:
+        """A place in a job that is at work."""
+        member = self._member_of(start_newcomer(self._request, world, self._bus.publish), None)
+        member.join()
+        return member
+
+    def _member_of(self, worker: Worker, generation: Generation | None) -> Member:
+        return Member(
+            worker, generation, self._control, tell_state=self._tell_state, take_state=self._take_state
+        )
+
+    def _tell_state(self) -> bytes:
+        """What every member has besides its sections, for those that join."""
+        return encode_job_state(
+            job_state(self._step_index, self._scaler, self._optimizer, self._lr_scheduler, self._calls)
+        )
+
+    def _take_state(self, data: bytes) -> None:
+        state = decode_job_state(data)
+        self._step_index = state.step_index
+        self._scaler = self._scaler.with_state(state.scaler)
+        self._calls = state.calls
+        self._num_calls_at_join = len(state.calls)
+        load_options(self._optimizer, state.param_groups)
+        if self._lr_scheduler is not None:
+            load_schedule(self._lr_scheduler, state.lr_scheduler)
+
+    def _begin(self, name: str) -> tuple[Call, bool]:
+        """The next call of the script, and whether the others had made it before this newcomer came."""
+        if self._num_calls == len(self._calls):
+            self._calls.append(Call(name=name))
+        call = self._calls[self._num_calls]
+        self._num_calls += 1
+        if call.name != name:
+            raise ProtocolError(
+                f"Call {self._num_calls} of this worker's script is {name}, and was {call.name} on the workers "
+                f"that were there before it. Every worker must run the same script."
+            )
+        return call, self._num_calls < self._num_calls_at_join
 
     def _save_trace(self, recording: Recording) -> None:
         assert self._trace is not None
@@ -280,13 +356,16 @@ class Varuna:
 
     # --- one step ---------------------------------------------------------------------------
 
-    def _train(self, num_steps: int) -> Iterator[Step]:
+    def _train(self, call: Call, num_steps: int) -> Iterator[Step]:
         started_s = time.monotonic()
-        self._bus.publish(TrainStarted(first_step=self._step_index, num_steps=num_steps))
+        if call.end_step is None:
+            call.end_step = self._step_index + num_steps
+        first_step = self._step_index
+        self._bus.publish(TrainStarted(first_step=first_step, num_steps=call.end_step - first_step))
         num_done = 0
         error = ""
         try:
-            for _ in range(num_steps):
+            while self._step_index < call.end_step:
                 step = self._step()
                 num_done += 1
                 self._bus.publish(StepFinished(step=step))
@@ -302,13 +381,13 @@ class Varuna:
             self._bus.publish(TrainFinished(num_steps=num_done, duration_s=duration_s, error=error))
 
     def _step(self) -> Step:
-        generation = self._started()
+        member = self._started()
         started_s = time.monotonic()
         rates = learning_rates(self._optimizer)
         spans = self._request.job.spans
         with self._guarded(), preserved_generators(self._device), spans.step(self._step_index):
             nominal_weight = nominal_weight_of(self._request.job.batch_size)
-            committed = generation.run_step(self._step_index, self._scaler.scale / nominal_weight)
+            committed = member.run_step(self._step_index, self._scaler.scale / nominal_weight)
             update = decide(
                 committed,
                 clip_grad_norm=self._clip_grad_norm,
@@ -317,13 +396,16 @@ class Varuna:
             )
             place = FailurePlace(step_index=self._step_index, operation="optimizer step")
             with marked(place), spans.span(UPDATE):
-                apply_update(update, generation.parameters.values(), self._optimizer, self._lr_scheduler)
-        self._scaler = update.scaler
+                parameters = member.generation.parameters.values()
+                apply_update(update, parameters, self._optimizer, self._lr_scheduler)
+            self._scaler = update.scaler
+            self._step_index += 1
+            member.update_done()
         duration_s = time.monotonic() - started_s
-        tokens = tokens_per_sample(generation.partitions.signature)
+        tokens = tokens_per_sample(member.generation.partitions.signature)
         samples_per_s = update.num_samples / duration_s
-        step = Step(
-            index=self._step_index,
+        return Step(
+            index=committed.step_index,
             loss=update.loss,
             weight=update.weight,
             num_samples=update.num_samples,
@@ -337,8 +419,6 @@ class Varuna:
             tokens_per_s=None if tokens is None else tokens * samples_per_s,
             memory_bytes=peak_memory_bytes(self._device),
         )
-        self._step_index += 1
-        return step
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -359,5 +439,5 @@ class Varuna:
 
     def _give_up(self, error: BaseException) -> None:
         self._broken = f"an error ended it ({type(error).__name__}: {error})"
-        if self._generation is not None:
-            self._generation.abort(f"{type(error).__name__}: {error}")
+        if self._member is not None:
+            self._member.generation.abort(f"{type(error).__name__}: {error}")

@@ -54,8 +54,8 @@ def next_generation(job: varuna.Varuna, num_pipelines: int | None = None) -> Non
 
     Without ``num_pipelines`` it has the same plan; else so many of one stage, and other workers are spares.
     """
-    old = job._generation
-    assert old is not None
+    assert job._member is not None
+    old = job._member.generation
     plan = old.plan
     if num_pipelines is not None:
         chosen = simple_plan(
@@ -67,7 +67,7 @@ def next_generation(job: varuna.Varuna, num_pipelines: int | None = None) -> Non
         ).plan
         plan = replace(chosen, num_workers=old.world.size)
     old.close()
-    job._generation = Generation(
+    job._member._generation = Generation(
         index=old.index + 1,
         world=old.world,
         plan=plan,
@@ -75,7 +75,7 @@ def next_generation(job: varuna.Varuna, num_pipelines: int | None = None) -> Non
         partitions=old.partitions,
         parameters=old.parameters,
     )
-    job._generation.open(job.step_index)
+    job._member.generation.open(job.step_index)
 
 
 def interrupted(training: Training, parts: Sequence[int], how: str, pipelines: Sequence[int] = ()) -> Any:

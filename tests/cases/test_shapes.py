@@ -171,7 +171,7 @@ def kinds_across_cuts(training: Training) -> list[str]:
     job, _ = training.job()
     with job:
         assert len(job.sections) == 4
-        sections = job._generation.partitions.reference.sections
+        sections = job._member.generation.partitions.reference.sections
         return [
             f"{str(value.dtype).removeprefix('torch.')} {value.differentiable}"
             for section in sections[:-1]

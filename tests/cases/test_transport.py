@@ -39,7 +39,7 @@ def backends(training: Training) -> dict[str, Any]:
     job, _ = training.job()
     with job:
         losses = [step.loss for step in job.train(training.num_steps)]
-        groups = job._generation.groups._groups.values()
+        groups = job._member.generation.groups._groups.values()
         kinds = {type(group.process_group).__name__ for group in groups if group.size > 1}
         return {"losses": losses, "kinds": sorted(kinds)}
 

@@ -68,8 +68,12 @@ class BufferSync:
         """Keep the values before the step."""
         self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
+    def keep(self) -> None:
+        """The step is committed: the values before it are not needed any more."""
+        self._before = {}
+
     def restore(self) -> None:
-        """Undo: the values of the last ``begin``."""
+        """Undo: the values of the last ``begin``, unless ``keep`` was called since."""
         with torch.no_grad():
             for name, value in self._before.items():
                 self._buffers[name].copy_(value)

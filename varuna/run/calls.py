@@ -35,6 +35,7 @@ class Calls:
         self._store = PrefixStore(f"calls-{generation}", world.store)
         self._made = [0]
         self._is_alone = world.size == 1
+        self._aborted = ""
         if not self._is_alone:
             weakref.finalize(self, _tell_end, self._store, world.rank, self._made)
 
@@ -43,6 +44,10 @@ class Calls:
         self._made[0] += 1
         if not self._is_alone:
             self._store.set(str(self._world.rank), f"{self._made[0]} {call}")
+
+    def abort(self, reason: str) -> None:
+        """End every wait of this generation's calls here, from any thread."""
+        self._aborted = reason or "aborted"
 
     def meet(self, call: str) -> None:
         """Return when every worker has made this call.
@@ -72,6 +77,8 @@ class Calls:
                     )
                 if index >= mine:
                     return
+            if self._aborted:
+                raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}: {self._aborted}.")
             failure = published_failure(self._world.store, self._generation, timeout_s=0.0)
             if failure is not None:
                 raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}.")

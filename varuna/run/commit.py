@@ -32,7 +32,7 @@ from varuna.run.groups import Groups
 from varuna.run.precision import LossScaler
 
 _TAG_RANGE = 1 << 15
-_NUM_SUMS = 6
+_NUM_SUMS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class CommitPart:
         num_samples: samples of those micro-batches.
         squared_norm: of the reduced gradients (with loss scale) this worker is the first holder of; may be nan.
         non_finite_micro_batch: index in the global batch of the first micro-batch with a non-finite loss here.
+        pause: this worker was asked to end the generation after this step.
     """
 
     generation: int
@@ -54,6 +55,7 @@ class CommitPart:
     num_samples: int = 0
     squared_norm: float = 0.0
     non_finite_micro_batch: int | None = None
+    pause: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class NonFiniteSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The sums over all workers: the same numbers on every one."""
+    """The sums over all workers: the same numbers on every one; ``pause`` if any of them asked for it."""
 
     step_index: int
     loss_sum: float
@@ -74,6 +76,7 @@ class Committed:
     num_samples: int
     squared_norm: float
     non_finite_source: NonFiniteSource | None = None
+    pause: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +124,12 @@ def pack(part: CommitPart, rank: int, size: int) -> list[float]:
     if part.non_finite_micro_batch is not None:
         slots[rank] = part.non_finite_micro_batch + 1.0
     sums = [part.loss_sum, part.weight, float(part.num_samples), part.squared_norm, tag, tag * tag]
-    return sums + slots
+    return [*sums, float(part.pause), *slots]
 
 
 def unpack(vector: Sequence[float], part: CommitPart, size: int) -> Committed:
     """The committed numbers; ``ProtocolError`` if the workers' tags were not all equal."""
-    loss_sum, weight, num_samples, squared_norm, tag, tag_squared = vector[:_NUM_SUMS]
+    loss_sum, weight, num_samples, squared_norm, tag, tag_squared, num_pausing = vector[:_NUM_SUMS]
     if tag != size * _tag(part) or tag_squared * size != tag * tag:
         raise ProtocolError(
             f"Workers are not at the same step: this one commits step {part.step_index} of generation "
@@ -144,6 +147,7 @@ def unpack(vector: Sequence[float], part: CommitPart, size: int) -> Committed:
         num_samples=int(num_samples),
         squared_norm=squared_norm,
         non_finite_source=min(seen, key=lambda source: source.micro_batch_index, default=None),
+        pause=num_pausing > 0,
     )
 
 

@@ -7,7 +7,7 @@ from a new plan. What outlives it (model, optimizer, loss scale, step number) is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -46,7 +46,12 @@ class Generation:
         plan: the layout.
         job: what the user asked for.
         partitions: the model's sections.
-        parameters: those held here, by name.
+        parameters: those held here, by name; may be set later, before ``open``.
+
+    Attributes:
+        reduced_step: a step whose gradients are reduced and whose commit has not returned: another worker may
+            know how it ended.
+        pause: asked to end after the step under way; every member finds out in that step's commit.
     """
 
     def __init__(
@@ -58,10 +63,13 @@ class Generation:
         job: JobSpec,
         partitions: Partitions,
         parameters: Mapping[str, nn.Parameter],
+        forming_timeout_s: float = 300.0,
     ) -> None:
         self.index = index
         self.plan = plan
-        self.groups = Groups(world, index)
+        self.reduced_step: int | None = None
+        self.pause = False
+        self.groups = Groups(world, index, forming_timeout_s=forming_timeout_s)
         self.calls = Calls(world, index)
         self.world = world
         self.parameters = parameters
@@ -109,17 +117,31 @@ class Generation:
 
         After it every held parameter's ``.grad`` is the sum over the global batch, times ``gradient_scale``.
         """
+        self.job.at("step")
         self.calls.announce(f"training step {step_index}")
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
             part = self._worker.run_step(step_index, gradient_scale)
+        self.reduced_step = step_index
+        self.job.at("commit")
         with self.job.spans.span(COMMIT):
-            return commit(self.groups, part)
+            committed = commit(self.groups, replace(part, pause=self.pause))
+        self.job.at("committed")
+        self.keep_step()
+        return committed
 
-    def undo_buffers(self) -> None:
-        """Give buffers that forward changed the values they had before the step."""
+    def keep_step(self) -> None:
+        """The step under way is committed: ``undo_step`` has nothing to undo any more."""
+        self.reduced_step = None
         if self._worker is not None:
-            self._worker.buffers.restore()
+            self._worker.buffers.keep()
+
+    def undo_step(self) -> None:
+        """Forget the step under way, which was not committed: buffers as before it, no gradients."""
+        if self._worker is not None:
+            self._worker.undo_step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def evaluate(self, dataset: MapDataset, micro_batch_size: int) -> EvaluationSums:
         """Loss over a whole dataset in eval mode, each sample once; every worker calls it."""
@@ -143,7 +165,8 @@ class Generation:
         self.groups.close()
 
     def abort(self, reason: str) -> None:
-        """The disorderly end: neighbours hear of it at once; from any thread."""
+        """The disorderly end: neighbours hear of it at once, and no wait here lasts; from any thread."""
+        self.calls.abort(reason)
         if self._channels is not None:
             self._channels.close(reason, timeout_s=0.5)
         self.groups.close()

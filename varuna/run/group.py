@@ -86,6 +86,21 @@ class Group:
         peer = self.ranks.index(source)
         self._start(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0)).wait()
 
+    def send_bytes(self, data: bytes, to: int) -> None:
+        """Send bytes of any length to world rank ``to``."""
+        self.send(self.place(torch.tensor([len(data)], dtype=torch.int64)), to)
+        if data:
+            self.send(self.place(torch.frombuffer(bytearray(data), dtype=torch.uint8)), to)
+
+    def receive_bytes(self, source: int) -> bytes:
+        """What world rank ``source`` sent with ``send_bytes``."""
+        length = self.place(torch.zeros(1, dtype=torch.int64))
+        self.receive(length, source)
+        data = self.place(torch.empty(int(length.item()), dtype=torch.uint8))
+        if data.numel():
+            self.receive(data, source)
+        return bytes(data.cpu().numpy())
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every member's bytes, in the order of ``ranks``; lengths may differ."""
         if self.size == 1:

@@ -37,10 +37,17 @@ class Groups:
         backend: ``"gloo"``, ``"nccl"`` or ``"auto"``: NCCL for groups whose members have a CUDA device each,
             gloo otherwise (CUDA tensors are then staged through pinned host memory by gloo itself).
         timeout_s: seconds after which a collective that makes no progress fails.
+        forming_timeout_s: seconds that the members of a group, all of them at work, may take to connect.
     """
 
     def __init__(
-        self, world: World, generation: int = 0, *, backend: str = "auto", timeout_s: float = 300.0
+        self,
+        world: World,
+        generation: int = 0,
+        *,
+        backend: str = "auto",
+        timeout_s: float = 300.0,
+        forming_timeout_s: float = 300.0,
     ) -> None:
         if backend not in ("auto", "gloo", "nccl"):
             raise ConfigError(f"backend={backend!r} is not known. Choose one of 'auto', 'gloo', 'nccl'.")
@@ -48,6 +55,8 @@ class Groups:
         self.generation = generation
         self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
+        self._forming_timeout = timedelta(seconds=forming_timeout_s)
+        self._is_closed = False
         self._groups: dict[tuple[int, ...], Group] = {}
         self._devices: tuple[str, ...] | None = None
         self._store = PrefixStore(f"generation-{generation}", world.store)
@@ -72,7 +81,13 @@ class Groups:
         """The group of these ranks, made on first use by its members (all of them must ask for it)."""
         members = tuple(sorted(set(ranks)))
         if members not in self._groups:
-            self._groups[members] = self._make(members)
+            group = self._make(members)
+            self._groups[members] = group
+            if self._is_closed:  # by another thread, meanwhile
+                self.close()
+                raise PeerLost(
+                    f"Generation {self.generation} was closed while worker {self.world.rank} formed it."
+                )
         return self._groups[members]
 
     def all_reduce_sum(self, tensor: torch.Tensor, ranks: Iterable[int] | None = None) -> None:
@@ -85,6 +100,7 @@ class Groups:
         Orderly, when no collective is under way, or disorderly, from any thread: whoever is blocked in one,
         here or on a peer, gets ``PeerLost`` at once.
         """
+        self._is_closed = True
         groups, self._groups = self._groups, {}
         self._sockets.shut_down()
         for group in groups.values():
@@ -105,7 +121,7 @@ class Groups:
             return Group(members, world.rank, None, torch.device("cpu"))
         name = "-".join(map(str, members)) if len(members) < world.size else "all"
         store = PrefixStore(name, self._store)
-        store.set_timeout(self._timeout)
+        store.set_timeout(self._forming_timeout)
         rank = members.index(world.rank)
         try:
             if self._uses_nccl(members):

@@ -6,11 +6,14 @@ from varuna.run.partitions import Partitions
 from varuna.spec import Plan
 
 
-def parameter_holders(plan: Plan, partitions: Partitions) -> dict[str, tuple[int, ...]]:
-    """Every parameter, in order of use, to all workers that hold it through any section.
+def section_parameters(partitions: Partitions, section_index: int) -> tuple[str, ...]:
+    """Parameters that whoever holds a section holds; those that no section uses stay with the first."""
+    used = tuple(partitions.reference.sections[section_index].parameters)
+    return (*used, *partitions.unused_parameters) if section_index == 0 else used
 
-    Parameters that no section uses stay with the first section.
-    """
+
+def parameter_holders(plan: Plan, partitions: Partitions) -> dict[str, tuple[int, ...]]:
+    """Every parameter, in order of use, to all workers that hold it through any section."""
     holders: dict[str, set[int]] = {}
     for section in partitions.reference.sections:
         workers = plan.holders_of(section.spec.index)

@@ -15,6 +15,24 @@ from varuna.run.spans import SpanRecorder
 LossWeight = Callable[[Any], float | torch.Tensor]
 """The user's ``loss_weight``: a collated batch to the weight of its loss."""
 
+POINTS = (
+    "step",
+    "forward",
+    "final backward",
+    "reduce",
+    "commit",
+    "committed",
+    "form",
+    "transfer",
+)
+"""Where a worker can be: a step begins, a micro-batch's forward begins, the last backward of the step begins,
+gradients are all there, they are reduced and the commit begins, the commit has returned, a generation is being
+formed, a section is about to change hands."""
+
+
+def _nothing(_point: str) -> None:
+    """Nobody wants to know."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
@@ -28,6 +46,7 @@ class JobSpec:
         loss_weight: weight of a batch's loss; None leaves it to what forward returns.
         token: secret of the job, for connections between workers.
         spans: told what this worker does when.
+        at: called at named points (``POINTS``), where tests let things go wrong.
     """
 
     dataset: MapDataset
@@ -39,3 +58,4 @@ class JobSpec:
     loss_weight: LossWeight | None
     token: bytes
     spans: SpanRecorder = field(default_factory=SpanRecorder)
+    at: Callable[[str], None] = _nothing

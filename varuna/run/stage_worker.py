@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from varuna.errors import LossError
 from varuna.partition import InputSignature
@@ -112,6 +113,7 @@ class StageWorker:
             record_trace=spans.is_recording,
         )
         spans.add_tasks(trace)
+        self._job.at("reduce")
         with spans.span(REDUCE):
             self._reducer.finish()
             self.buffers.combine()
@@ -126,6 +128,12 @@ class StageWorker:
             squared_norm=self._reducer.squared_norm(),
             non_finite_micro_batch=totals.first_non_finite,
         )
+
+    def undo_step(self) -> None:
+        """Drop the graphs, messages and gradients of a broken step; buffers as before it."""
+        self._stage.begin_step(self._step_index)
+        self._reducer.cancel()
+        self.buffers.restore()
 
     def evaluate(
         self, dataset: MapDataset, micro_batch_size: int, evaluation_index: int
@@ -200,8 +208,12 @@ class StageWorker:
             autocast=self._job.autocast,
             seed=self._job.seed,
             device=self._device,
-            before_final_backward=self._reducer.begin_final_backward if training else None,
+            before_final_backward=self._begin_final_backward if training else None,
         )
+
+    def _begin_final_backward(self, additions: Mapping[nn.Parameter, int] | None = None) -> None:
+        self._job.at("final backward")
+        self._reducer.begin_final_backward(additions)
 
     def _reads_data(self, *, training: bool) -> bool:
         """Whether any section here needs the batch itself, or the loss weight is computed from it."""
@@ -212,6 +224,7 @@ class StageWorker:
         return self._position.stage_index == 0 or any(section.input_keys for section in sections)
 
     def _load(self, micro_batch_index: int) -> StageInputs:
+        self._job.at("forward")
         if not self._reads_data(training=True):
             count = len(self._plan.micro_batch_samples(micro_batch_index))
             return StageInputs(signature=None, tensors={}, num_samples=count)

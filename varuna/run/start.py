@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,7 @@ from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions, Partiti
 from varuna.run.planning import Planned, plan_job
 from varuna.run.precision import Precision, convert_model
 from varuna.run.refine import StageRefiner
+from varuna.run.reform import Worker
 from varuna.run.startup import (
     agree_on_signature,
     compare_partitions,
@@ -74,8 +75,16 @@ class StartRequest:
     traced_steps: range = range(0)
 
 
-def start_job(request: StartRequest, world: World, publish: Publish) -> Generation:
-    """The first generation, open. Call it on every worker.
+@dataclass(frozen=True, kw_only=True)
+class StartedJob:
+    """The first generation, open, and what outlives it on this worker."""
+
+    generation: Generation
+    worker: Worker
+
+
+def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJob:
+    """Bring a job to its first generation. Call it on every worker.
 
     Raises:
         UserError: the model, the data or the layout cannot work, or workers were given different settings.
@@ -106,8 +115,33 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> Generati
         index=0, world=world, plan=plan, job=request.job, partitions=partitions, parameters=holding.held
     )
     generation.open(first_step=0)
-    _refine(request, world, planned, lambda: True)
-    return generation
+    stage = plan.stage_of(world.rank)
+    worker = Worker(
+        model=request.model,
+        holding=holding,
+        partitions=partitions,
+        job=request.job,
+        world=world,
+        held_sections=set() if stage is None else set(range(stage.first_section, stage.end_section)),
+    )
+    _refine(request, world, planned, lambda: worker.world is world)
+    return StartedJob(generation=generation, worker=worker)
+
+
+def start_newcomer(request: StartRequest, world: World, publish: Publish) -> Worker:
+    """A worker that joins a job at work: everything captured, nothing held yet.
+
+    Args:
+        request: as on every worker.
+        world: this worker alone; it gets its rank when it gets a place.
+        publish: hears of the capture.
+    """
+    convert_model(request.model, request.precision)
+    alone = replace(world, rank=0, size=1)
+    partitions = _capture(request, alone, _Shapes().read(request), publish)
+    holding = ParameterHolding(request.model, request.optimizer)
+    holding.keep_only(())
+    return Worker(model=request.model, holding=holding, partitions=partitions, job=request.job, world=world)
 
 
 def averaged_buffers(section: Section) -> list[str]:

@@ -99,7 +99,8 @@ def join_world(config: WorldConfig, device: torch.device) -> World:
         PeerLost: the store or a worker was not reached in time.
     """
     store = PrefixStore(f"job-{next(_JOB_NUMBERS)}", _run_store(config))
-    address = choose_address(store, config.rank, config.world_size, config.master_addr, config.master_port)
+    num_asked = 1 if config.joins else config.world_size  # the others are at work and do not answer
+    address = choose_address(store, config.rank, num_asked, config.master_addr, config.master_port)
     return World(
         rank=config.rank,
         size=config.world_size,

@@ -1,0 +1,199 @@
+"""A worker through the generations: runs steps, and when a generation ends goes on in the next.
+
+A generation ends for a member in one of three ways: another worker is lost in the middle of something, the one
+who decides says so (``abort``), or a step's commit carried somebody's wish to pause. The member then halts: it
+reports where it stands and waits to be told how to go on. What it is told is a ``Verdict``: the outcome of the
+step under way, if its commit completed anywhere, and the next formation.
+
+The rule of the commit: if the step's commit completed on any worker, all had reduced gradients, so everyone
+makes the update from the scalars; otherwise the step is undone here and runs again in the next generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from varuna.errors import PeerLost
+from varuna.run.commit import Committed
+from varuna.run.generation import Generation
+from varuna.run.reform import Worker, form, next_generation
+from varuna.spec import Formation
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltReport:
+    """Where a member stands when its generation has ended here.
+
+    Attributes:
+        generation: the one that ended.
+        num_applied: steps whose update has been made here; the next step's index.
+        reduced_step: a step whose gradients are reduced here and whose commit did not return.
+        committed: the newest commit that returned here.
+        held_sections: what this worker has, up to date.
+        reason: why it halted, for people.
+    """
+
+    generation: int
+    num_applied: int
+    reduced_step: int | None
+    committed: Committed | None
+    held_sections: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a halted member does next.
+
+    Attributes:
+        formation: the next generation.
+        committed: the outcome of the step that it had reduced, if that step's commit completed somewhere.
+    """
+
+    formation: Formation
+    committed: Committed | None = None
+
+
+class Control(Protocol):
+    """Whoever decides, as one member sees it; calls come from the training thread."""
+
+    def ready(self) -> Formation:
+        """A newcomer has captured the model and can take sections; wait for a place."""
+
+    def halted(self, report: HaltReport) -> Verdict:
+        """Report, and wait for what follows. Raises ``SystemExit`` if this worker is to leave."""
+
+    def forming(self, generation: Generation) -> None:
+        """A generation is about to be formed here; from now on it may be told to ``abort``, from any thread."""
+
+    def formed(self, generation: Generation) -> None:
+        """It is open here; from now on it may be told to ``pause``."""
+
+
+class Member:
+    """One worker's place in the job.
+
+    Args:
+        worker: model, parameters, sections.
+        generation: the one at work; None for a newcomer, which must ``join``.
+        control: who decides; None if nobody does: then a lost worker ends the job.
+        tell_state: the job's state (step count, schedulers) as bytes, for members that join.
+        take_state: the opposite.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        generation: Generation | None,
+        control: Control | None,
+        *,
+        tell_state: Callable[[], bytes],
+        take_state: Callable[[bytes], None],
+    ) -> None:
+        self._worker = worker
+        self._generation = generation
+        self._control = control
+        self._tell_state = tell_state
+        self._take_state = take_state
+        self._committed: Committed | None = None
+        self._formation: Formation | None = None
+        self._num_applied = 0
+
+    @property
+    def generation(self) -> Generation:
+        """The one at work."""
+        assert self._generation is not None, "a newcomer that has not joined"
+        return self._generation
+
+    def start(self) -> None:
+        """Tell that the first generation is open."""
+        if self._control is not None:
+            self._control.forming(self.generation)
+            self._control.formed(self.generation)
+
+    def join(self) -> None:
+        """Wait for a place in a generation that is to come, and take it."""
+        assert self._control is not None, "nobody who could give a place"
+        self._form(self._control.ready())
+
+    def run_step(self, step_index: int, gradient_scale: float) -> Committed:
+        """The outcome of a step, in however many generations it takes; ``update_done`` must follow.
+
+        Raises:
+            PeerLost: a worker is gone and nobody decides how to go on.
+        """
+        while True:
+            self._num_applied = step_index
+            try:
+                self._committed = self.generation.run_step(step_index, gradient_scale)
+                return self._committed
+            except PeerLost as error:
+                verdict = self._halt(error)
+            if verdict.committed is not None and verdict.committed.step_index == step_index:
+                self.generation.keep_step()
+                self._committed = verdict.committed
+                self._formation = verdict.formation
+                return verdict.committed
+            self.generation.undo_step()
+            self._form(verdict.formation)
+
+    def update_done(self) -> None:
+        """The update of the last step has been made: end the generation if that step was its last."""
+        committed = self._committed
+        assert committed is not None, "no step was run"
+        self._num_applied = committed.step_index + 1
+        formation, self._formation = self._formation, None
+        if formation is None and committed.pause and self._control is not None:
+            self.generation.close()
+            formation = self._control.halted(self._report("asked to pause")).formation
+        if formation is not None:
+            self._form(formation)
+
+    def together(self, call: Callable[[Generation], _T]) -> _T:
+        """What all members do together and no step depends on: begun again in the next generation if broken."""
+        while True:
+            try:
+                return call(self.generation)
+            except PeerLost as error:
+                verdict = self._halt(error)
+            self._form(verdict.formation)
+
+    # --- from one generation to the next ----------------------------------------------------
+
+    def _halt(self, error: PeerLost) -> Verdict:
+        if self._control is None:
+            raise error
+        reduced_step = self.generation.reduced_step
+        self.generation.abort(str(error))
+        return self._control.halted(replace(self._report(str(error)), reduced_step=reduced_step))
+
+    def _report(self, reason: str) -> HaltReport:
+        return HaltReport(
+            generation=self.generation.index,
+            num_applied=self._num_applied,
+            reduced_step=None,
+            committed=self._committed,
+            held_sections=tuple(sorted(self._worker.held_sections)),
+            reason=reason,
+        )
+
+    def _form(self, formation: Formation) -> None:
+        """Open the next generation; if a member is lost meanwhile, the one after it, and so on."""
+        assert self._control is not None
+        while True:
+            generation = next_generation(self._worker, formation)
+            self._control.forming(generation)
+            try:
+                job_state = form(self._worker, generation, formation, self._tell_state)
+                break
+            except PeerLost as error:
+                report = replace(self._report(str(error)), generation=formation.generation)
+            formation = self._control.halted(report).formation
+        if self._generation is None:
+            self._take_state(job_state)
+        self._generation = generation
+        self._control.formed(generation)

@@ -1,0 +1,114 @@
+"""From one generation to the next in the same process: groups anew, sections handed over, the rest given up.
+
+Called by every member of the new generation at the same time, survivors and newcomers alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from varuna.run.generation import Generation
+from varuna.run.groups import Group, World
+from varuna.run.handover import hand_over
+from varuna.run.holders import section_parameters
+from varuna.run.job import JobSpec
+from varuna.run.parameters import ParameterHolding
+from varuna.run.partitions import Partitions
+from varuna.run.section_state import SectionStates
+from varuna.spec import Formation
+
+FORMING_TIMEOUT_S = 10.0
+"""How long members that have all been seen may take to connect to one another."""
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """What outlives a generation on this worker.
+
+    Attributes:
+        model: the user's.
+        holding: which of its parameters are here.
+        partitions: its sections.
+        job: data and arithmetic.
+        world: this worker; rank and size are those of the last generation it tried to form.
+        held_sections: sections whose state is here and up to date.
+    """
+
+    model: nn.Module
+    holding: ParameterHolding
+    partitions: Partitions
+    job: JobSpec
+    world: World
+    held_sections: set[int] = field(default_factory=set)
+
+
+def next_generation(worker: Worker, formation: Formation) -> Generation:
+    """The next generation as a value: nothing is connected yet, nothing moved."""
+    worker.world = replace(worker.world, rank=formation.rank, size=formation.size)
+    return Generation(
+        index=formation.generation,
+        world=worker.world,
+        plan=formation.plan,
+        job=worker.job,
+        partitions=worker.partitions,
+        parameters={},
+        forming_timeout_s=FORMING_TIMEOUT_S,
+    )
+
+
+def form(
+    worker: Worker, generation: Generation, formation: Formation, tell_state: Callable[[], bytes]
+) -> bytes:
+    """Open a generation: meet, connect, hand sections over; the job's state as ``state_rank`` told it.
+
+    Args:
+        worker: this worker; the generation before, if it had one, is closed and its step undone or kept.
+        generation: from ``next_generation``; another thread may ``abort`` it meanwhile.
+        formation: what it is like.
+        tell_state: the job's state as bytes; called on the member that others follow.
+
+    Raises:
+        PeerLost: a member is gone: this generation is over before it began, and is closed.
+    """
+    try:
+        worker.job.at("form")
+        generation.calls.meet("the start of its generation")
+        everyone = generation.groups.all
+        told = tell_state() if formation.rank == formation.state_rank else b""
+        job_state = everyone.all_gather_bytes(told)[formation.state_rank]
+        _move(worker, formation, everyone)
+        generation.parameters = worker.holding.held
+        generation.open(formation.next_step)
+    except BaseException as error:
+        generation.abort(str(error))
+        raise
+    return job_state
+
+
+def _move(worker: Worker, formation: Formation, everyone: Group) -> None:
+    """Sections to their new holders; afterwards exactly those of the new stage are here."""
+    stage = formation.plan.stage_of(formation.rank)
+    wanted = set() if stage is None else set(range(stage.first_section, stage.end_section))
+    given = {transfer.section_index for transfer in formation.transfers if transfer.source == formation.rank}
+    _keep_only(worker, wanted | given)
+    states = SectionStates(worker.model, worker.holding, worker.partitions, worker.world.device)
+    hand_over(
+        everyone,
+        formation.transfers,
+        states,
+        rank=formation.rank,
+        before=lambda: worker.job.at("transfer"),
+        arrived=worker.held_sections.add,
+    )
+    _keep_only(worker, wanted)
+    assert worker.held_sections == wanted, f"lacks sections {sorted(wanted - worker.held_sections)}"
+
+
+def _keep_only(worker: Worker, section_indices: set[int]) -> None:
+    """Give up what no section of these needs."""
+    worker.held_sections &= section_indices
+    names = {name for index in worker.held_sections for name in section_parameters(worker.partitions, index)}
+    worker.holding.keep_only(names)
