@@ -58,7 +58,9 @@ def test_each_cloud_is_told_from_the_others_at_the_same_address(name):
 
     async def run():
         async with emulated() as cloud:
-            return await detect_clouds("m0", reports.append, environ=all_at(cloud.url)), cloud.requests
+            return await detect_clouds(
+                "m0", reports.append, environ=all_at(cloud.url), limit_s=60
+            ), cloud.requests
 
     reports = []
     found, requests = asyncio.run(run())
@@ -73,7 +75,7 @@ def test_environ_of_an_emulated_cloud_leads_to_it_and_nowhere_else(name):
 
     async def run():
         async with emulated() as cloud:
-            return await detect_clouds("m0", lambda _: None, environ=cloud.environ), cloud.requests
+            return await detect_clouds("m0", lambda _: None, environ=cloud.environ, limit_s=60), cloud.requests
 
     found, requests = asyncio.run(run())
     assert [type(one) for one in found] == [source]
@@ -163,7 +165,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
             for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
                 monkeypatch.setenv(name, proxy.url)
             monkeypatch.setenv("no_proxy", "")
-            found = await detect_clouds("m0", lambda _: None, environ=cloud.environ)
+            found = await detect_clouds("m0", lambda _: None, environ=cloud.environ, limit_s=60)
             return len(found), proxy.requests
 
     assert asyncio.run(run()) == (1, [])

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,13 @@ from varuna.testing.clouds import (
 from varuna.testing.virtual_time import ScaledTime
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Impatient(RealWaiting):
+    """Real limits, pauses of almost nothing."""
+
+    async def pause(self, seconds):
+        await asyncio.sleep(min(seconds, 0.005))
 
 
 def status_of(url: str, method: str = "GET", **headers: str) -> int:
@@ -44,13 +52,13 @@ def status_of(url: str, method: str = "GET", **headers: str) -> int:
         (EmulatedAzure, AzureScene(events=(AzureEvent(),))),
     ],
 )
-def test_a_scene_shown_by_hand_in_real_time_reaches_a_source(emulated, scene):
-    """The service runs in a thread of its own; the source asks once more after the scene has changed."""
+def test_a_scene_reaches_a_source_by_hand_and_by_a_script_that_runs_fast(emulated, scene):
+    """The service runs in a thread of its own."""
     num_threads = threading.active_count()
     told = []
 
-    async def watch(cloud):
-        [source] = await detect_clouds("m0", lambda _: None, environ=cloud.environ, waiting=ScaledTime(100))
+    async def watch(cloud, *, show):
+        [source] = await detect_clouds("m0", lambda _: None, environ=cloud.environ, waiting=Impatient())
         heard = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -59,15 +67,19 @@ def test_a_scene_shown_by_hand_in_real_time_reaches_a_source(emulated, scene):
             heard.set()
 
         task = asyncio.create_task(source.run(tell))
-        loop.call_later(0, cloud.show, scene)
+        if show:
+            loop.call_later(0, cloud.show, scene)
         async with asyncio.timeout(30):
             await heard.wait()
         task.cancel()
         await asyncio.wait({task})
 
     with emulated().serving() as cloud:
-        asyncio.run(watch(cloud))
-    assert len(told) == 1
+        asyncio.run(watch(cloud, show=True))
+    script = [replace(scene, at_s=3.0)]
+    with emulated(script, waiting=ScaledTime(100)).serving() as cloud:
+        asyncio.run(watch(cloud, show=False))
+    assert len(told) == 2
     assert threading.active_count() == num_threads
 
 

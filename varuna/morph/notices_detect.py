@@ -19,8 +19,8 @@ from varuna.morph.notices_gcp import GcpNotices
 from varuna.morph.notices_signal import duration_from_env
 from varuna.morph.waiting import RealWaiting, Waiting
 
-DETECT_S = 1.0
-"""A metadata service is on the same host and answers in milliseconds."""
+DETECT_S = 5.0
+"""A metadata service is on the same host and answers in milliseconds, but a starting machine is busy."""
 
 CLOUDS = ("aws", "gcp", "azure")
 
