@@ -1,4 +1,4 @@
-"""C44, C46: what one layout wrote, any other reads, bit for bit, with optimizer, scheduler, scale and position."""
+"""C44, C46: what one layout wrote, any other reads, bit for bit, with all that belongs to it."""
 
 from __future__ import annotations
 

@@ -130,6 +130,7 @@ class Committer:
                 f"was given up; older ones stay."
             ) from error
         self._tidy(lambda: self._release(order))
+        self._tidy(lambda: self._remove_strays(manifest))
         self._tidy(lambda: self._prune(order))
         return manifest
 
@@ -165,6 +166,13 @@ class Committer:
                 f"share that place: use a shared file system or a bucket (s3://...). The save is given up; "
                 f"older ones stay."
             )
+
+    def _remove_strays(self, manifest: Manifest) -> None:
+        """Half files of a worker that died, when another wrote what it owed."""
+        named = {MANIFEST_FILE, *(part.file for part in manifest.parts)}
+        for entry in self._store.files(manifest.order.directory):
+            if entry.name not in named:
+                self._store.remove_file(f"{manifest.order.directory}/{entry.name}")
 
     def _prune(self, committed: SaveOrder) -> None:
         complete = [order for order in self._orders() if self._is_complete(order)]

@@ -7,7 +7,9 @@ written when its size, read back, is right; the manifest is one upload, last; ca
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -87,12 +89,12 @@ class FsspecStore:
             with self._explained(path):
                 found = self._fs.cat_ranges(
                     [self._full(path)] * len(batch),
-                    [request[0].begin for request in batch],
-                    [_end(request[-1]) for request in batch],
+                    [request.begin for request in batch],
+                    [request.end for request in batch],
                     on_error="raise",
                 )
             for request, data in zip(batch, found, strict=True):
-                _scatter(request, data)
+                request.scatter(data)
 
     # --- writing ----------------------------------------------------------------------------
 
@@ -194,8 +196,8 @@ class FsspecStore:
         """Errors of any client library as ``OSError`` with the file's name."""
         try:
             yield
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, str(error), f"{self._url}/{path}") from error
         except Exception as error:
             raise OSError(f"{self._url}/{path}: {type(error).__name__}: {error}") from error
 
@@ -260,42 +262,55 @@ def _modified_s(item: dict[str, Any]) -> float | None:
     return None
 
 
-def _end(span: Span) -> int:
-    return span.begin + len(span.into)
+@dataclass(kw_only=True)
+class _Request:
+    """What one request fetches: bytes ``begin <= i < end`` for some spans."""
+
+    begin: int
+    end: int
+    spans: list[Span]
+
+    def scatter(self, data: bytes) -> None:
+        """Fill the spans."""
+        for span in self.spans:
+            end = span.begin + len(span.into)
+            if self.begin + len(data) < end:
+                raise EOFError(self.begin + len(data))
+            span.into[:] = data[span.begin - self.begin : end - self.begin]
 
 
-def _requests(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Spans that one request fetches: near neighbours together, large ones in pieces."""
-    request: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        for start in range(0, len(span.into), _PIECE_BYTES):
-            piece = Span(begin=span.begin + start, into=span.into[start : start + _PIECE_BYTES])
-            is_near = bool(request) and piece.begin - _end(request[-1]) <= _MAX_GAP_BYTES
-            if request and not (is_near and _end(piece) - request[0].begin <= _PIECE_BYTES):
-                yield request
-                request = []
-            request.append(piece)
-    if request:
+def _requests(spans: Iterable[Span]) -> Iterator[_Request]:
+    """Near neighbours together, large spans in pieces."""
+    request: _Request | None = None
+    for piece in sorted(_pieces(spans), key=lambda piece: piece.begin):
+        end = piece.begin + len(piece.into)
+        if request is not None:
+            is_near = piece.begin - request.end <= _MAX_GAP_BYTES
+            if is_near and max(end, request.end) - request.begin <= _PIECE_BYTES:
+                request.end = max(end, request.end)
+                request.spans.append(piece)
+                continue
+            yield request
+        request = _Request(begin=piece.begin, end=end, spans=[piece])
+    if request is not None:
         yield request
 
 
-def _batches(requests: Iterable[list[Span]]) -> Iterator[list[list[Span]]]:
+def _pieces(spans: Iterable[Span]) -> Iterator[Span]:
+    for span in spans:
+        for start in range(0, len(span.into), _PIECE_BYTES):
+            yield Span(begin=span.begin + start, into=span.into[start : start + _PIECE_BYTES])
+
+
+def _batches(requests: Iterable[_Request]) -> Iterator[list[_Request]]:
     """As many requests as are under way together."""
-    batch: list[list[Span]] = []
+    batch: list[_Request] = []
     size_bytes = 0
     for request in requests:
         batch.append(request)
-        size_bytes += _end(request[-1]) - request[0].begin
+        size_bytes += request.end - request.begin
         if size_bytes >= _BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0
     if batch:
         yield batch
-
-
-def _scatter(request: Sequence[Span], data: bytes) -> None:
-    start = request[0].begin
-    for span in request:
-        if start + len(data) < _end(span):
-            raise EOFError(start + len(data))
-        span.into[:] = data[span.begin - start : _end(span) - start]
