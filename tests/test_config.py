@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna.config import SCHEDULE_NAMES, LayoutConfig, WorldConfig, cache_dir
+from varuna.config import SCHEDULE_NAMES, LayoutConfig, ProfileConfig, WorldConfig, cache_dir
 from varuna.errors import ConfigError
 from varuna.plan import SCHEDULES
 
@@ -135,6 +135,27 @@ def test_layout_arguments_are_checked_too() -> None:
 
 def test_every_named_schedule_exists() -> None:
     assert SCHEDULE_NAMES == SCHEDULES
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        ProfileConfig(),
+        ProfileConfig(wanted=True),
+        ProfileConfig(wanted=False, output=Path("/there/p.json"), micro_batch_sizes=(1, 8)),
+    ],
+)
+def test_what_to_measure_survives_the_environment(profile: ProfileConfig) -> None:
+    assert ProfileConfig.from_env(profile.to_env()) == profile
+
+
+def test_sizes_to_measure_are_numbers_from_one_on() -> None:
+    assert ProfileConfig.from_env({"VARUNA_PROFILE_SIZES": "8,1,8"}).micro_batch_sizes == (1, 8)
+    for text in ("0", "1,", "two"):
+        with pytest.raises(ConfigError, match="VARUNA_PROFILE_SIZES"):
+            ProfileConfig.from_env({"VARUNA_PROFILE_SIZES": text})
+    with pytest.raises(ConfigError, match="VARUNA_PROFILE='maybe'"):
+        ProfileConfig.from_env({"VARUNA_PROFILE": "maybe"})
 
 
 def test_cache_directory() -> None:
