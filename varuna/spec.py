@@ -178,40 +178,6 @@ def _validate(plan: Plan) -> None:
         raise PlanError(f"Pipelines cover {next_micro_batch} of {plan.num_micro_batches} micro-batches.")
 
 
-# --- from one generation to the next --------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SectionTransfer:
-    """One section's state goes from a worker that holds it to one that will: ranks of the new generation."""
-
-    section_index: int
-    source: int
-    destination: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Formation:
-    """How the next generation begins, for one of its workers.
-
-    Attributes:
-        generation: its number, never used before.
-        rank, size: this worker among its members, spares included.
-        plan: its layout.
-        transfers: in one order for all members: each takes part in its own, as source or destination.
-        state_rank: the member whose learning-rate scheduler, loss scale and step count the others take.
-        next_step: the step it begins with.
-    """
-
-    generation: int
-    rank: int
-    size: int
-    plan: Plan
-    transfers: tuple[SectionTransfer, ...]
-    state_rank: int
-    next_step: int
-
-
 # --- what a stage does ----------------------------------------------------------------------
 
 

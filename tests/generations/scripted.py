@@ -15,10 +15,9 @@ from typing import Any
 
 from torch.distributed import Store
 
-from varuna.run.commit import Committed
+from varuna.generations import Committed, Formation, HaltReport, SectionTransfer, Verdict
 from varuna.run.generation import Generation
-from varuna.run.member import HaltReport, Verdict
-from varuna.spec import Formation, Plan, SectionTransfer
+from varuna.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.errors import LossError, NonFiniteLoss, ProtocolError
+from varuna.generations import Committed, NonFiniteSource
 from varuna.run.groups import Groups
 from varuna.run.precision import LossScaler
 
@@ -55,27 +56,6 @@ class CommitPart:
     num_samples: int = 0
     squared_norm: float = 0.0
     non_finite_micro_batch: int | None = None
-    pause: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFiniteSource:
-    """Where a non-finite loss was seen first."""
-
-    worker_index: int
-    micro_batch_index: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """The sums over all workers: the same numbers on every one; ``pause`` if any of them asked for it."""
-
-    step_index: int
-    loss_sum: float
-    weight: float
-    num_samples: int
-    squared_norm: float
-    non_finite_source: NonFiniteSource | None = None
     pause: bool = False
 
 

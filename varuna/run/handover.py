@@ -12,9 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 from varuna.errors import ProtocolError
+from varuna.generations import SectionTransfer
 from varuna.run.group import Group
 from varuna.run.section_state import SectionStates, decode_header, encode_header
-from varuna.spec import SectionTransfer
 
 
 def hand_over(

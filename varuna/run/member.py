@@ -12,50 +12,15 @@ makes the update from the scalars; otherwise the step is undone here and runs ag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from varuna.errors import PeerLost
-from varuna.run.commit import Committed
+from varuna.generations import Committed, Formation, HaltReport, Verdict
 from varuna.run.generation import Generation
 from varuna.run.reform import Worker, form, next_generation
-from varuna.spec import Formation
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HaltReport:
-    """Where a member stands when its generation has ended here.
-
-    Attributes:
-        generation: the one that ended.
-        num_applied: steps whose update has been made here; the next step's index.
-        reduced_step: a step whose gradients are reduced here and whose commit did not return.
-        committed: the newest commit that returned here.
-        held_sections: what this worker has, up to date.
-        reason: why it halted, for people.
-    """
-
-    generation: int
-    num_applied: int
-    reduced_step: int | None
-    committed: Committed | None
-    held_sections: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a halted member does next.
-
-    Attributes:
-        formation: the next generation.
-        committed: the outcome of the step that it had reduced, if that step's commit completed somewhere.
-    """
-
-    formation: Formation
-    committed: Committed | None = None
 
 
 class Control(Protocol):

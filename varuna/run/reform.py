@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from varuna.generations import Formation
 from varuna.run.generation import Generation
 from varuna.run.groups import Group, World
 from varuna.run.handover import hand_over
@@ -18,7 +19,6 @@ from varuna.run.job import JobSpec
 from varuna.run.parameters import ParameterHolding
 from varuna.run.partitions import Partitions
 from varuna.run.section_state import SectionStates
-from varuna.spec import Formation
 
 FORMING_TIMEOUT_S = 10.0
 """How long members that have all been seen may take to connect to one another."""

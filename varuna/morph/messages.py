@@ -1,0 +1,219 @@
+"""What members, agents and the manager say to one another: JSON, one tagged value a message, checked when read.
+
+A *worker* is a process. It is known by its ``incarnation``, a text that is never used twice; a worker that was
+fenced and comes back gets a new one. Whoever sends is known from the connection, so what workers say does not
+repeat it. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from varuna.errors import ProtocolError
+from varuna.generations import Committed, Formation, HaltReport
+from varuna.spec import Plan, SectionSpec
+
+
+_T = TypeVar("_T")
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+# --- a worker says --------------------------------------------------------------------------
+
+
+class Beat(_Message):
+    """It is alive; told about once a second, whatever its training thread does."""
+
+
+class Described(_Message):
+    """What the job is; rank 0 of the first generation says it once, before ``Formed``.
+
+    Attributes:
+        sections: of the model.
+        batch_size: samples of a global batch.
+        num_stages, micro_batch_size, schedule, recompute: what the user fixed of the layout.
+        profile_path: where the profile is that plans are chosen with; empty without one.
+        dataset_length, seed: with ``batch_size`` they say which samples a step uses.
+    """
+
+    sections: tuple[SectionSpec, ...]
+    batch_size: int
+    num_stages: int | None = None
+    micro_batch_size: int | None = None
+    schedule: str | None = None
+    recompute: bool | tuple[bool, ...] | None = None
+    profile_path: str = ""
+    dataset_length: int
+    seed: int
+
+
+class Ready(_Message):
+    """A newcomer has captured the model and can be given a place. ``digest`` is of its sections."""
+
+    digest: str
+
+
+class Formed(_Message):
+    """The generation is open here and works. ``plan`` is told by rank 0 of the first generation."""
+
+    generation: int
+    plan: Plan | None = None
+
+
+class StepDone(_Message):
+    """A step's update has been made here.
+
+    Attributes:
+        generation, step_index: which.
+        duration_s: of the step.
+        busy_s: in which this worker ran tasks; 0 if it was not measured.
+        num_samples: of the global batch.
+    """
+
+    generation: int
+    step_index: int
+    duration_s: float
+    busy_s: float
+    num_samples: int
+
+
+class Halted(_Message):
+    """The generation has ended here; it waits for what follows."""
+
+    report: HaltReport
+
+
+# --- an agent says --------------------------------------------------------------------------
+
+
+class WorkerStarted(_Message):
+    """A process was started. ``rank`` for those that found the job, None for newcomers."""
+
+    incarnation: str
+    machine: str
+    rank: int | None = None
+
+
+class WorkerExited(_Message):
+    """A process is gone.
+
+    Attributes:
+        incarnation: which.
+        code: exit code, or minus the number of the signal that ended it.
+        failure: one line about the Python exception that ended it; empty if none did.
+    """
+
+    incarnation: str
+    code: int
+    failure: str = ""
+
+
+class LeaveAsked(_Message):
+    """A worker or all workers of a machine will have to go.
+
+    Attributes:
+        incarnation, machine: one of them, the other empty.
+        deadline_s: seconds until it is gone; 0 if that is not known.
+        source: who says so: ``aws``, ``user``, ``SIGTERM`` and so on.
+    """
+
+    incarnation: str = ""
+    machine: str = ""
+    deadline_s: float = 0.0
+    source: str
+
+
+# --- the manager says -----------------------------------------------------------------------
+
+
+class Pause(_Message):
+    """End the generation after the step under way."""
+
+    generation: int
+
+
+class Abort(_Message):
+    """A member of the generation is gone: give up what is under way and report."""
+
+    generation: int
+    reason: str
+
+
+class Form(_Message):
+    """How a halted or ready worker goes on; ``committed`` is the outcome of the step it had reduced, if known."""
+
+    formation: Formation
+    committed: Committed | None = None
+
+
+class Leave(_Message):
+    """The worker is not needed any more: end in good order."""
+
+    reason: str
+
+
+class StopWorker(_Message):
+    """To an agent: kill a process that was fenced."""
+
+    incarnation: str
+
+
+class StartWorker(_Message):
+    """To an agent: start a newcomer."""
+
+    count: int = 1
+
+
+class JobEnded(_Message):
+    """To agents: the job cannot go on, or is done (``failure`` empty)."""
+
+    failure: str = ""
+
+
+FromWorker = Beat | Described | Ready | Formed | StepDone | Halted
+FromAgent = WorkerStarted | WorkerExited | LeaveAsked
+ToWorker = Pause | Abort | Form | Leave
+ToAgent = StopWorker | StartWorker | JobEnded
+
+_from_worker = msgspec.json.Decoder(FromWorker)
+_from_agent = msgspec.json.Decoder(FromAgent)
+_to_worker = msgspec.json.Decoder(ToWorker)
+_to_agent = msgspec.json.Decoder(ToAgent)
+
+
+def encode(message: FromWorker | FromAgent | ToWorker | ToAgent) -> bytes:
+    """A message as JSON."""
+    return msgspec.json.encode(message)
+
+
+def decode_from_worker(data: bytes | str) -> FromWorker:
+    """A worker's message. Raises ``ProtocolError`` for anything else."""
+    return _decode(_from_worker, data)
+
+
+def decode_from_agent(data: bytes | str) -> FromAgent:
+    """An agent's message. Raises ``ProtocolError`` for anything else."""
+    return _decode(_from_agent, data)
+
+
+def decode_to_worker(data: bytes | str) -> ToWorker:
+    """The manager's message to a worker. Raises ``ProtocolError`` for anything else."""
+    return _decode(_to_worker, data)
+
+
+def decode_to_agent(data: bytes | str) -> ToAgent:
+    """The manager's message to an agent. Raises ``ProtocolError`` for anything else."""
+    return _decode(_to_agent, data)
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], data: bytes | str) -> _T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        shown = data[:80]
+        raise ProtocolError(f"A message that is none of ours: {error}; it begins with {shown!r}.") from error
