@@ -10,27 +10,23 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from varuna.errors import ProtocolError
 from varuna.generations import Committed, Formation, HaltReport
 from varuna.spec import Plan, SectionSpec
 
-
 _T = TypeVar("_T")
-
-
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    pass
 
 
 # --- a worker says --------------------------------------------------------------------------
 
 
-class Beat(_Message):
+class Beat(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """It is alive; told about once a second, whatever its training thread does."""
 
 
-class Described(_Message):
+class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What the job is; rank 0 of the first generation says it once, before ``Formed``.
 
     Attributes:
@@ -52,20 +48,20 @@ class Described(_Message):
     seed: int
 
 
-class Ready(_Message):
+class Ready(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A newcomer has captured the model and can be given a place. ``digest`` is of its sections."""
 
     digest: str
 
 
-class Formed(_Message):
+class Formed(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The generation is open here and works. ``plan`` is told by rank 0 of the first generation."""
 
     generation: int
     plan: Plan | None = None
 
 
-class StepDone(_Message):
+class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A step's update has been made here.
 
     Attributes:
@@ -82,7 +78,7 @@ class StepDone(_Message):
     num_samples: int
 
 
-class Halted(_Message):
+class Halted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The generation has ended here; it waits for what follows."""
 
     report: HaltReport
@@ -91,7 +87,7 @@ class Halted(_Message):
 # --- an agent says --------------------------------------------------------------------------
 
 
-class WorkerStarted(_Message):
+class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A process was started. ``rank`` for those that found the job, None for newcomers."""
 
     incarnation: str
@@ -99,7 +95,7 @@ class WorkerStarted(_Message):
     rank: int | None = None
 
 
-class WorkerExited(_Message):
+class WorkerExited(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A process is gone.
 
     Attributes:
@@ -113,7 +109,7 @@ class WorkerExited(_Message):
     failure: str = ""
 
 
-class LeaveAsked(_Message):
+class LeaveAsked(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A worker or all workers of a machine will have to go.
 
     Attributes:
@@ -131,45 +127,45 @@ class LeaveAsked(_Message):
 # --- the manager says -----------------------------------------------------------------------
 
 
-class Pause(_Message):
+class Pause(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """End the generation after the step under way."""
 
     generation: int
 
 
-class Abort(_Message):
+class Abort(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A member of the generation is gone: give up what is under way and report."""
 
     generation: int
     reason: str
 
 
-class Form(_Message):
-    """How a halted or ready worker goes on; ``committed`` is the outcome of the step it had reduced, if known."""
+class Form(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """How a halted or ready worker goes on; ``committed`` is how the step ended that it had reduced, if known."""
 
     formation: Formation
     committed: Committed | None = None
 
 
-class Leave(_Message):
+class Leave(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The worker is not needed any more: end in good order."""
 
     reason: str
 
 
-class StopWorker(_Message):
+class StopWorker(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """To an agent: kill a process that was fenced."""
 
     incarnation: str
 
 
-class StartWorker(_Message):
+class StartWorker(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """To an agent: start a newcomer."""
 
     count: int = 1
 
 
-class JobEnded(_Message):
+class JobEnded(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """To agents: the job cannot go on, or is done (``failure`` empty)."""
 
     failure: str = ""
