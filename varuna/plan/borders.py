@@ -2,11 +2,11 @@
 
 A *row* is a stage's distance from the end of the pipeline, its own stage included: row 1 is the last stage.
 How many micro-batches a stage has in flight depends on its row alone, so one table, filled from row 1 upwards,
-holds the best borders of pipelines of every depth.
+has the best borders of pipelines of every depth.
 
 What a table minimises. Let a micro-batch keep the device of stage s busy for ``b_s`` seconds, and take ``p_s``
-to pass it (forward, backward, the messages after it). A step of n micro-batches then takes at least ``n b_s`` and
-the sum of ``p_i`` over the stages before s: there the first one must have passed, and the last one must still.
+to pass it (forward, backward, the messages after it). A step of n micro-batches takes at least ``n b_s`` and the
+sum of ``p_i`` over the stages before s: there the first one must have passed, and the last one must still.
 The most of this over all stages is a lower bound under every schedule (``tail_weight=0``). With
 ``tail_weight=1`` the stages after s count too: ``(n - 1) max b + sum p``, which is what a step of equal stages
 really takes. Borders come from that one, bounds from the other. ``b_s`` is the most of
@@ -38,8 +38,17 @@ from varuna.plan.tables import Floats, RunTable
 _SPEED, _MEMORY, _LATENCY, _BYTE_S, _SEND, _LIMIT, _LEAST, _HELD, _HELD_AGAIN, _KEEP, _DROP, _TRIP = range(12)
 """Columns of ``_rows``."""
 
-_UNBOUNDED = 1 << 40
-"""More micro-batches than any step has."""
+ANY, ANY_SPLIT = "any", "any, split"
+"""In place of a schedule: what no schedule is better than, without and with split backwards. For bounds."""
+
+OPPORTUNISTIC = ("varuna", "zero-bubble")
+"""Schedules that keep any in-flight limit."""
+
+SPLIT = ("zero-bubble", ANY_SPLIT)
+"""Schedules with backward in two parts."""
+
+MANY = 1 << 20
+"""Micro-batches that make the time to fill a pipeline vanish."""
 
 _TOLERANCE = 1e-9
 """Values this close, relatively, are equal: the better balanced borders win."""
@@ -68,20 +77,24 @@ class BorderProblem:
 
     Attributes:
         runs: costs at this micro-batch size.
-        resident_bytes, reduce_s: ``[S + 1, S + 1]`` of sections ``[a, b)``.
+        resident_bytes: ``[S + 1, S + 1]`` of sections ``[a, b)``.
+        late_s: ``[S + 1, S + 1]``: for how long after their last task their gradients are being reduced.
         num_micro_batches: n of this pipeline.
         schedule: its name.
         rows: from row 1 (the last stage) upwards; as many as the deepest pipeline asked for has stages.
         task_overhead_s: the engine's time per task.
+        frugal: where the schedule can, a stage may have fewer micro-batches in flight than stages from it to the
+            end, which is what keeps those at work.
     """
 
     runs: RunTable
     resident_bytes: Floats
-    reduce_s: Floats
+    late_s: Floats
     num_micro_batches: int
     schedule: str
     rows: Sequence[Row]
     task_overhead_s: float = 0.0
+    frugal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +122,20 @@ class BorderTable:
     For ``zero-bubble``, whose limit of held activations grows with the depth, memory is that of the deepest.
     """
 
-    def __init__(self, problem: BorderProblem, *, tail_weight: float = 1.0) -> None:
+    def __init__(self, problem: BorderProblem, *, tail_weight: float = 1.0, one_depth: bool = False) -> None:
+        """``one_depth``: only the deepest pipeline is asked for, which is faster."""
         self.problem = problem
         self._arguments = _arguments(problem, tail_weight)
-        self._value, self._end = _fill(*self._arguments)
+        arguments = (*self._arguments, one_depth)
+        self._value, self._end = _fill(*arguments)
 
     def value_s(self, num_stages: int) -> float:
         """What the best borders come to; infinite if none fit."""
         return float(self._value[num_stages, 0])
+
+    def values_s(self) -> Floats:
+        """``value_s`` of every depth; the first entry means nothing."""
+        return np.asarray(self._value[:, 0])
 
     def borders(self, num_stages: int) -> Borders | None:
         """The best borders of ``num_stages`` stages; None if none fit."""
@@ -151,10 +170,27 @@ class BorderTable:
         )
         return float(busy_s), bool(drops), int(limit)
 
+    def least_bytes(self, row: int, first_section: int, end_section: int) -> float:
+        """What this stage needs with as few micro-batches in flight as may be, recomputing if that is less."""
+        sums, cuts, workspace, resident, _, rows, _, split, _, _ = self._arguments
+        a, b, limits = first_section, end_section, rows[row]
+        activations, later = sums[4, b] - sums[4, a], sums[5, b] - sums[5, a]
+        needs = []
+        if limits[_KEEP]:
+            needs.append(limits[_LEAST] * max(cuts[0, a] + activations, later if split else 0.0))
+        if limits[_DROP]:
+            needs.append(limits[_LEAST] * max(cuts[0, a], later if split else 0.0) + activations)
+        fixed = resident[a, b] + float(np.max(workspace[a:b])) + cuts[0, a] + cuts[1, a] + cuts[1, b]
+        return float(fixed + min(needs))
+
 
 @lru_cache(maxsize=4096)
 def _limits(schedule: str, num_stages: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Per row: most in flight by default, least the schedule can do, sets held without and with recompute."""
+    """Per row: most in flight by default, least that keeps all at work, sets held without and with recompute."""
+    if schedule == ANY:
+        return ((MANY, 1, 0, 0),) * num_stages
+    if schedule == ANY_SPLIT:
+        return tuple(_limits("zero-bubble", row)[-1] for row in range(1, num_stages + 1))
     limits = []
     for stage_index in range(num_stages - 1, -1, -1):
         keeps, drops = (
@@ -162,12 +198,13 @@ def _limits(schedule: str, num_stages: int) -> tuple[tuple[int, int, int, int], 
                 schedule,
                 num_stages=num_stages,
                 stage_index=stage_index,
-                num_micro_batches=_UNBOUNDED,
+                num_micro_batches=MANY,
                 recompute=(recompute,) * num_stages,
             )
             for recompute in (False, True)
         )
-        least = 1 if keeps.opportunistic else keeps.max_in_flight
+        least = min(keeps.max_in_flight, num_stages - stage_index)
+        least = least if keeps.opportunistic else keeps.max_in_flight
         limits.append((keeps.max_in_flight, least, keeps.max_held, drops.max_held))
     return tuple(limits)
 
@@ -180,10 +217,10 @@ def _arguments(problem: BorderProblem, tail_weight: float) -> tuple[Any, ...]:
         np.stack([runs.forward_bytes, runs.backward_bytes]),
         runs.workspace_bytes,
         problem.resident_bytes,
-        problem.reduce_s,
+        problem.late_s,
         _rows(problem, tail_weight),
         problem.num_micro_batches,
-        problem.schedule == "zero-bubble",
+        problem.schedule in SPLIT,
         problem.task_overhead_s,
         tail_weight,
     )
@@ -212,6 +249,8 @@ def _rows(problem: BorderProblem, tail_weight: float) -> Floats:
             link.send_s,
         )
         table[index, _LIMIT : _HELD_AGAIN + 1] = np.minimum(num, _limits(problem.schedule, num_rows)[index - 1])
+        if problem.schedule in (ANY, ANY_SPLIT) or (problem.frugal and problem.schedule in OPPORTUNISTIC):
+            table[index, _LEAST] = 1
         never_drops = index == 1 and problem.schedule != "gpipe"  # its backwards follow their forwards at once
         table[index, _KEEP] = row.recompute is not True or never_drops
         table[index, _DROP] = row.recompute is not False and not never_drops
@@ -289,60 +328,118 @@ def _stage(  # noqa: PLR0917
 
 
 @njit(cache=True)
-def _fill(  # noqa: PLR0917
+def _value(  # noqa: PLR0917
     sums: Any,
     cuts: Any,
-    workspace: Any,
+    work_bytes: Any,
     resident: Any,
-    reduce_s: Any,
+    late_s: Any,
     rows: Any,
     num: int,
     split: bool,
     overhead_s: float,
     tail_weight: float,
+    below: Any,
+    a: int,
+    b: int,
+    row: int,
+) -> float:
+    """What a table minimises, where the stage of ``row`` holds sections ``[a, b)``."""
+    count = sums.shape[1] - 1
+    speed = rows[row, _SPEED]
+    busy_s, _, _ = _stage(sums, cuts, work_bytes[a, b], resident, rows, split, overhead_s, a, b, row)
+    tail_s = sums[0, count] - sums[0, b] + sums[2, count] - sums[2, b]
+    forward_s = sums[0, b] - sums[0, a]
+    compute_s = forward_s + sums[2, b] - sums[2, a]
+    passed_s = compute_s
+    drain_s = sums[2, a]
+    if split:
+        tail_s -= sums[3, count] - sums[3, b]
+        drain_s -= sums[3, a]
+        passed_s -= sums[3, b] - sums[3, a]
+    found: float = num * busy_s
+    if row > 1:
+        found += tail_weight * (tail_s / speed + rows[row, _TRIP])
+    found += max(0.0, late_s[a, b] - drain_s / speed)
+    if row > 1:
+        message_s = 2 * rows[row, _LATENCY] + (cuts[0, b] + cuts[1, b]) * rows[row, _BYTE_S]
+        if split and tail_weight == 0.0:  # weight tasks may fill the way back
+            passed_s, message_s = forward_s, message_s / 2
+        found = max(found, passed_s / speed + 2 * overhead_s + message_s + below[b])
+    return found
+
+
+@njit(cache=True)
+def _fill(  # noqa: PLR0917
+    sums: Any,
+    cuts: Any,
+    workspace: Any,
+    resident: Any,
+    late_s: Any,
+    rows: Any,
+    num: int,
+    split: bool,
+    overhead_s: float,
+    tail_weight: float,
+    one_depth: bool,
 ) -> tuple[Any, Any]:
-    """``value[row, a]``: least value of sections ``[a, S)`` in ``row`` stages; ``end[row, a]``: its border."""
+    """``value[row, a]``: least value of sections ``[a, S)`` in ``row`` stages; ``end[row, a]``: its border.
+
+    From a border near the best one, both ways, until no further one can be better: a longer stage takes longer
+    by its compute alone, and of shorter ones the rest takes longer than the best.
+    """
     count = sums.shape[1] - 1
     num_rows = rows.shape[0] - 2
+    work_bytes = np.zeros((count + 1, count + 1))
+    for a in range(count):
+        for b in range(a + 1, count + 1):
+            work_bytes[a, b] = max(work_bytes[a, b - 1], workspace[b - 1])
     value = np.full((num_rows + 1, count + 1), np.inf)
     end = np.zeros((num_rows + 1, count + 1), np.int64)
+    least = np.empty(count + 1)
     for row in range(1, num_rows + 1):
-        speed = rows[row, _SPEED]
-        for a in range(count - row, -1, -1):
+        below = value[row - 1]
+        least[0] = below[0]  # least[b]: the least of below[: b + 1]
+        for b in range(1, count + 1):
+            least[b] = min(least[b - 1], below[b])
+        first = num_rows - row if one_depth else 0
+        last = count - row + 1
+        near = last
+        for a in range(count - row, first - 1, -1):
             best, best_far = np.inf, np.inf
-            mean_s = (sums[0, count] - sums[0, a] + sums[2, count] - sums[2, a]) / speed / row
-            drain_s = (sums[2, a] - (sums[3, a] if split else 0.0)) / speed
-            work_bytes = 0.0
-            for b in range(a + 1, count + 1):
-                work_bytes = max(work_bytes, workspace[b - 1])
-                if b > count - row + 1 or (row == 1 and b < count):
-                    continue
-                compute_s = (sums[0, b] - sums[0, a] + sums[2, b] - sums[2, a]) / speed
-                if num * compute_s > best * (1 + _TOLERANCE):
-                    break
-                busy_s, _, _ = _stage(sums, cuts, work_bytes, resident, rows, split, overhead_s, a, b, row)
-                if busy_s == np.inf:
-                    continue
-                tail_s = sums[0, count] - sums[0, b] + sums[2, count] - sums[2, b]
-                own_s = compute_s - (sums[3, b] - sums[3, a]) / speed if split else compute_s
-                if split:
-                    tail_s -= sums[3, count] - sums[3, b]
-                below_s = 0.0 if row == 1 else rows[row, _TRIP]
-                found = num * busy_s + tail_weight * (tail_s / speed + below_s)
-                late_s = reduce_s[a, b] - drain_s - (1 - tail_weight) * compute_s
-                if late_s > 0:
-                    found += late_s
-                if row > 1:
-                    message_s = 2 * rows[row, _LATENCY] + (cuts[0, b] + cuts[1, b]) * rows[row, _BYTE_S]
-                    if split:  # weight tasks may run while the last gradient goes back
-                        passed_s = (sums[0, b] - sums[0, a]) / speed + overhead_s + message_s / 2
-                        if tail_weight > 0:
-                            passed_s = own_s + 2 * overhead_s + message_s
-                    else:
-                        passed_s = own_s + 2 * overhead_s + message_s
-                    found = max(found, passed_s + value[row - 1, b])
-                far = abs(compute_s - mean_s)
-                if found < best * (1 - _TOLERANCE) or (found <= best * (1 + _TOLERANCE) and far < best_far):
-                    best, best_far, end[row, a] = found, far, b
+            mean_s = (sums[0, count] - sums[0, a] + sums[2, count] - sums[2, a]) / row
+            low, high = (count, count) if row == 1 else (a + 1, last)
+            near = min(max(near, low), high)
+            for step in (1, -1):
+                b = near if step == 1 else near - 1
+                while low <= b <= high:
+                    compute_s = sums[0, b] - sums[0, a] + sums[2, b] - sums[2, a]
+                    enough = best * (1 + _TOLERANCE)
+                    if step == 1 and num * compute_s / rows[row, _SPEED] > enough:
+                        break
+                    if step == -1 and least[b] > enough:
+                        break
+                    found = _value(
+                        sums,
+                        cuts,
+                        work_bytes,
+                        resident,
+                        late_s,
+                        rows,
+                        num,
+                        split,
+                        overhead_s,
+                        tail_weight,
+                        below,
+                        a,
+                        b,
+                        row,
+                    )
+                    far = abs(compute_s - mean_s)
+                    if found < best * (1 - _TOLERANCE) or (found <= enough and far < best_far):
+                        best, best_far, end[row, a] = found, far, b
+                    b += step
             value[row, a] = best
+            if best < np.inf:
+                near = end[row, a]
     return value, end

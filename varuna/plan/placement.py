@@ -6,8 +6,8 @@ Two layouts, compared by what a step costs with each:
   replicas of a stage, which sum gradients, are on different machines.
 - ``replicas``: the replicas of a stage on one machine; activations go across.
 
-Machines are taken fastest first, then by memory and size. Groups (pipelines, or the replicas of a stage) that fit
-a machine whole are placed first; what is left over on the machines forms further groups in the same order.
+Machines are taken fastest first, then by memory and size. Groups (pipelines, or the replicas of a stage) that
+fit a machine whole are placed first; what is left over on the machines forms further groups in the same order.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Devices:
         within = np.arange(self.num_workers) - np.repeat(np.cumsum(counts) - counts, counts)
         self.order = np.lexsort((within, self.machine, -self.machine_size, -self.memory_bytes, -self.speed))
         self.within = within
+        self.largest_machine, self.smallest_machine = int(counts.max()), int(counts.min())
+        self._sizes = counts
         self.is_uniform = len(set(self.speed.tolist())) <= 1 and len(set(self.memory_bytes.tolist())) <= 1
 
     def by_groups(self, group_size: int) -> Ints:
@@ -59,8 +61,7 @@ class Devices:
 
     def num_whole_groups(self, group_size: int) -> int:
         """How many groups fit on one machine each."""
-        _, first = np.unique(self.machine, return_index=True)
-        return int((self.machine_size[first] // group_size).sum())
+        return int((self._sizes // group_size).sum())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,9 +72,13 @@ class Kind:
         workers: ``[count, P]``.
         speed, memory_bytes: ``[P]`` of the devices, stage by stage.
         crosses: ``[P]``: whether the link from a stage to the next goes to another machine; False for the last.
+            Of the pipeline that crosses most; ``crossing`` is ``[count, P]`` of all.
+        representative: index of that pipeline among ``workers``.
     """
 
     workers: Ints
+    crossing: NDArray[np.bool_]
+    representative: int
     speed: Floats
     memory_bytes: Floats
     crosses: NDArray[np.bool_]
@@ -97,11 +102,13 @@ class Placement:
         layout: one of ``LAYOUTS``.
         kinds: pipelines, grouped; at least one.
         reduces_across: whether replicas of a stage are on more than one machine.
+        groups_per_machine: most stages that have replicas on one machine.
     """
 
     layout: str
     kinds: tuple[Kind, ...]
     reduces_across: bool
+    groups_per_machine: int
 
     @cached_property
     def num_pipelines(self) -> int:
@@ -138,7 +145,13 @@ def _placement(devices: Devices, layout: str, grids: Sequence[Ints]) -> Placemen
         across = bool((machine != machine[:1]).any())
     else:
         across = True
-    return Placement(layout=layout, kinds=tuple(kinds), reduces_across=across)
+    stages = [np.broadcast_to(np.arange(grid.shape[1]), grid.shape).ravel() for grid in grids]
+    machines = np.concatenate([devices.machine[grid].ravel() for grid in grids])
+    held = np.unique(machines * (1 + max(grid.shape[1] for grid in grids)) + np.concatenate(stages))
+    per_machine = np.bincount(held // (1 + max(grid.shape[1] for grid in grids)))
+    return Placement(
+        layout=layout, kinds=tuple(kinds), reduces_across=across, groups_per_machine=int(per_machine.max())
+    )
 
 
 def _kinds(devices: Devices, grid: Ints) -> list[Kind]:
@@ -162,6 +175,13 @@ def _kinds(devices: Devices, grid: Ints) -> list[Kind]:
     for group in groups:
         worst = group[int(np.argmax(crosses[group].sum(axis=1)))]
         kinds.append(
-            Kind(workers=grid[group], speed=speed[worst], memory_bytes=memory[worst], crosses=crosses[worst])
+            Kind(
+                workers=grid[group],
+                crossing=crosses[group],
+                representative=int(np.flatnonzero(group == worst)[0]),
+                speed=speed[worst],
+                memory_bytes=memory[worst],
+                crosses=crosses[worst],
+            )
         )
     return kinds

@@ -63,6 +63,10 @@ class SectionTable:
         """One field summed over all sections, at each of many sizes."""
         return _interpolate(self.sizes, self.values[name].sum(axis=1)[:, None], micro_batch_sizes)[:, 0]
 
+    def each(self, name: str, micro_batch_sizes: NDArray[np.int64]) -> Floats:
+        """``[sizes, S]``: one field of every section at each of many sizes."""
+        return _interpolate(self.sizes, self.values[name], micro_batch_sizes.astype(np.float64))
+
     def runs(self, micro_batch_size: int) -> RunTable:
         """Sums over runs of sections at one size."""
         if micro_batch_size not in self._runs:
@@ -111,18 +115,19 @@ class Residents:
         return self.alone_bytes + np.minimum(self.gradient_bytes, BUCKET_BYTES)
 
     def reduce_s(self, num_workers: int, across_machines: bool) -> Floats:
-        """Seconds of the all-reduce of sections ``[a, b)``; exact where ``all_reduce_s`` is linear in bytes."""
+        """Seconds to sum the gradients of sections ``[a, b)``, bucket by bucket, alone on the network."""
         most = float(self.gradient_bytes[0, -1])
         if num_workers < 2 or most == 0:
             return np.zeros_like(self.gradient_bytes)
-        knots = {0.0, 1.0, most} | {
+        knots = {0.0, 1.0, float(BUCKET_BYTES)} | {
             float(point.num_bytes)
             for point in self.profile.all_reduce
-            if point.across_machines == across_machines and point.num_bytes < most
+            if point.across_machines == across_machines and point.num_bytes < BUCKET_BYTES
         }
         sizes = sorted(knots)
         seconds = [all_reduce_s(self.profile, num_workers, size, across_machines) for size in sizes]
-        return np.asarray(np.interp(self.gradient_bytes, sizes, seconds))
+        buckets = np.maximum(1.0, self.gradient_bytes / BUCKET_BYTES)
+        return np.asarray(buckets * np.interp(self.gradient_bytes / buckets, sizes, seconds))
 
     @cached_property
     def _twice(self) -> Floats:
