@@ -79,19 +79,7 @@ def test_streams_that_leave_one_machine_share_its_link():
     """Two pipelines, first stages on one machine and last ones on another; messages take 20 s alone."""
     alone = LinkProfile(latency_s=0.0, bytes_per_s=0.5)
     plan = make_plan([[0, 2, 4], [0, 2, 4]], [6, 6], schedule="gpipe")
-    plan = replace(
-        plan,
-        pipelines=tuple(
-            replace(
-                pipeline,
-                stages=tuple(
-                    replace(stage, worker_index=2 * stage_index + index)
-                    for stage_index, stage in enumerate(pipeline.stages)
-                ),
-            )
-            for index, pipeline in enumerate(plan.pipelines)
-        ),
-    )
+    plan = replace(plan, pipelines=tuple(_across(pipeline, i) for i, pipeline in enumerate(plan.pipelines)))
     cluster = Cluster.parse("2x2")
     own = predict(plan, make_profile(across_machines=alone), cluster).step_s
     wide = replace(alone, shared_bytes_per_s=1.0)
@@ -102,6 +90,26 @@ def test_streams_that_leave_one_machine_share_its_link():
     rare = make_profile(across_machines=replace(narrow, bytes_per_s=1e9, shared_bytes_per_s=1e9))
     free = predict(plan, make_profile(), cluster).step_s
     assert predict(plan, rare, cluster).step_s == pytest.approx(free)
+
+
+@pytest.mark.parametrize(("speed", "slowdown"), [(1.0, 1.5), (2.0, 2.0), (0.5, 1.25)])
+def test_streams_share_by_how_often_they_send(speed, slowdown):
+    """A message takes 3 s alone; a stage works 6 s on a micro-batch, a fast one 3 s, a slow one 12 s."""
+    plan = make_plan([[0, 2, 4], [0, 2, 4]], [1, 1])
+    plan = replace(plan, pipelines=tuple(_across(pipeline, i) for i, pipeline in enumerate(plan.pipelines)))
+    link = LinkProfile(latency_s=0.0, bytes_per_s=10 / 3, shared_bytes_per_s=10 / 3)
+    machines = tuple(Machine(name=name, num_workers=2, speed=speed) for name in "ab")
+    prediction = predict(plan, make_profile(across_machines=link), Cluster(machines=machines))
+    assert prediction.pipelines[0].makespan_s == pytest.approx(12 / speed + 2 * 3.0 * slowdown)
+
+
+def _across(pipeline, index):
+    """First stages on workers 0 and 1, last ones on 2 and 3."""
+    stages = tuple(
+        replace(stage, worker_index=2 * stage_index + index)
+        for stage_index, stage in enumerate(pipeline.stages)
+    )
+    return replace(pipeline, stages=stages)
 
 
 def test_jitter_is_drawn_anew_for_each_run_and_repeats_with_its_seed():
@@ -148,6 +156,17 @@ def test_large_gradients_are_reduced_while_backward_goes_on():
     slower = make_profile(sections=sections, within_machine=replace(link, bytes_per_s=size / 3.0))
     # one after the other from the time the last section is through, 6 s before the end
     assert predict(make_plan([[0, 4], [0, 4]], [2, 2]), slower, ONE).reduce_s == pytest.approx(4 * 3.0 - 6.0)
+
+
+def test_a_short_last_backward_hides_less():
+    size = 4 * BUCKET_BYTES
+    sections = tuple(make_section(index, gradient_bytes=size, parameter_bytes=size) for index in range(2))
+    profile = make_profile(
+        sections=sections, within_machine=LinkProfile(latency_s=0.0, bytes_per_s=size / 100.0)
+    )
+    # the second pipeline ends last, and is through with its second section 2 s before, of one sample
+    plan = make_plan([[0, 2], [0, 2]], [1, 2], micro_batch_size=4, batch_size=9)
+    assert predict(plan, profile, ONE).reduce_s == pytest.approx(2 * 100.0 - 2.0)
 
 
 def test_a_reduction_waits_for_its_last_holder():

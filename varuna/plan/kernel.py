@@ -69,7 +69,7 @@ def _next_code(  # noqa: PLR0917
 
 @_compiled
 def _look(arrivals_s: Floats, sent: Ints, arrived: Ints, stage: int, now_s: float) -> None:
-    """Count what has arrived at a stage by now."""
+    """Count what has arrived at a stage by now: a message counts once all before it have arrived."""
     for direction in range(2):
         count = arrived[stage, direction]
         while count < sent[stage, direction] and arrivals_s[stage, direction, count] <= now_s + SIMULTANEOUS_S:
@@ -220,8 +220,6 @@ def _make_run(digest: int) -> Callable[..., float]:  # noqa: PLR0915
                 arrival_s = free_s[stage, direction] + latency_s[stage, direction]
                 if len(delays_s) > 0:
                     arrival_s += delays_s[stage, direction, index]
-                if index > 0:
-                    arrival_s = max(arrival_s, arrivals_s[receiver, direction, index - 1])
                 arrivals_s[receiver, direction, index] = arrival_s
                 sent[receiver, direction] = index + 1
                 if idle[receiver] and arrival_s < wake_s[receiver]:
