@@ -12,35 +12,6 @@ from varuna.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonFiniteSource:
-    """Where a non-finite loss was seen first."""
-
-    worker_index: int
-    micro_batch_index: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """What a step's commit returned: sums over all workers, the same numbers on every one.
-
-    Attributes:
-        step_index: the step.
-        loss_sum, weight, num_samples: of the global batch.
-        squared_norm: of the whole gradient, with loss scale; may be nan.
-        non_finite_source: the first non-finite loss, if there was one.
-        pause: a member asked to end the generation after this step.
-    """
-
-    step_index: int
-    loss_sum: float
-    weight: float
-    num_samples: int
-    squared_norm: float
-    non_finite_source: NonFiniteSource | None = None
-    pause: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class SectionTransfer:
     """One section's state goes from a worker that holds it to one that will: ranks of the new generation."""
 
@@ -79,7 +50,8 @@ class HaltReport:
         generation: the one that ended.
         num_applied: steps whose update has been made here; the next step's index.
         reduced_step: a step whose gradients are reduced here and whose commit did not return.
-        committed: the newest commit that returned here.
+        committed_step: the newest step whose commit returned here; None before the first.
+        committed: what that commit returned, as text that only members read.
         held_sections: what this worker has, up to date.
         reason: why it halted, for people.
     """
@@ -87,7 +59,8 @@ class HaltReport:
     generation: int
     num_applied: int
     reduced_step: int | None
-    committed: Committed | None
+    committed_step: int | None
+    committed: str
     held_sections: tuple[int, ...]
     reason: str
 
@@ -98,8 +71,8 @@ class Verdict:
 
     Attributes:
         formation: the next generation.
-        committed: the outcome of the step that it had reduced, if that step's commit completed somewhere.
+        committed: what the commit of the step that it had reduced returned elsewhere; empty if it did not.
     """
 
     formation: Formation
-    committed: Committed | None = None
+    committed: str = ""

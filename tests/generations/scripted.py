@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from varuna.generations import Committed, Formation, HaltReport, SectionTransfer, Verdict
+from varuna.generations import Formation, HaltReport, SectionTransfer, Verdict
 from varuna.run.generation import Generation
 from varuna.spec import Plan
 
@@ -90,9 +90,7 @@ class ScriptedControl:
         stayed = set(before.workers) & set(now.workers)
         reports = {worker: self._read(following, worker) for worker in stayed}
         committed = self._outcome(reports)
-        next_step = max(report["num_applied"] for report in reports.values())
-        if committed is not None:
-            next_step = max(next_step, committed.step_index + 1)
+        next_step = min(report["num_applied"] for report in reports.values()) + bool(committed)
         holders: dict[int, list[int]] = {}
         for worker in sorted(stayed):
             for section in reports[worker]["held_sections"]:
@@ -113,17 +111,16 @@ class ScriptedControl:
         return value
 
     @staticmethod
-    def _outcome(reports: dict[int, dict[str, Any]]) -> Committed | None:
+    def _outcome(reports: dict[int, dict[str, Any]]) -> str:
         """The commit that some have seen and others have not."""
         least = min(report["num_applied"] for report in reports.values())
         for report in reports.values():
-            told = report["committed"]
-            if told is not None and told["step_index"] >= least:
-                assert told["step_index"] == least
+            if report["committed_step"] is not None and report["committed_step"] >= least:
+                assert report["committed_step"] == least
                 for other in reports.values():
                     assert other["num_applied"] == least + 1 or other["reduced_step"] == least
-                return Committed(**told)
-        return None
+                return str(report["committed"])
+        return ""
 
     @staticmethod
     def _transfers(now: Membership, holders: dict[int, list[int]]) -> tuple[SectionTransfer, ...]:

@@ -13,9 +13,9 @@ from torch import nn
 
 from tests.run.processes import Context, run_workers
 from varuna.errors import LossError, NonFiniteLoss, ProtocolError
-from varuna.generations import Committed
 from varuna.run.commit import (
     CommitPart,
+    Committed,
     apply_update,
     commit,
     decide,

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from varuna.errors import ProtocolError
-from varuna.generations import Committed, Formation, HaltReport
+from varuna.generations import Formation, HaltReport
 from varuna.spec import Plan, SectionSpec
 
 _T = TypeVar("_T")
@@ -141,10 +141,10 @@ class Abort(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=T
 
 
 class Form(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """How a halted or ready worker goes on; ``committed`` is how the step ended that it had reduced, if known."""
+    """How a halted or ready worker goes on; ``committed`` as in ``Verdict``."""
 
     formation: Formation
-    committed: Committed | None = None
+    committed: str = ""
 
 
 class Leave(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

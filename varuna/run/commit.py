@@ -18,9 +18,10 @@ What is decided:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -28,7 +29,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.errors import LossError, NonFiniteLoss, ProtocolError
-from varuna.generations import Committed, NonFiniteSource
 from varuna.run.groups import Groups
 from varuna.run.precision import LossScaler
 
@@ -57,6 +57,47 @@ class CommitPart:
     squared_norm: float = 0.0
     non_finite_micro_batch: int | None = None
     pause: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteSource:
+    """Where a non-finite loss was seen first."""
+
+    worker_index: int
+    micro_batch_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """What a step's commit returned: sums over all workers, the same numbers on every one.
+
+    Attributes:
+        step_index: the step.
+        loss_sum, weight, num_samples: of the global batch.
+        squared_norm: of the whole gradient, with loss scale; may be nan.
+        non_finite_source: the first non-finite loss, if there was one.
+        pause: a member asked to end the generation after this step.
+    """
+
+    step_index: int
+    loss_sum: float
+    weight: float
+    num_samples: int
+    squared_norm: float
+    non_finite_source: NonFiniteSource | None = None
+    pause: bool = False
+
+
+def committed_to_text(committed: Committed) -> str:
+    """What ``committed_from_text`` reads; numbers survive exactly, those that are not finite too."""
+    return json.dumps(asdict(committed))
+
+
+def committed_from_text(text: str) -> Committed:
+    """The value again."""
+    fields = json.loads(text)
+    source = fields.pop("non_finite_source")
+    return Committed(**fields, non_finite_source=None if source is None else NonFiniteSource(**source))
 
 
 @dataclass(frozen=True, kw_only=True)

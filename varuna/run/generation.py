@@ -16,8 +16,7 @@ from varuna.plan.spans import COMMIT
 from varuna.run.buffers import BufferSync
 from varuna.run.calls import Calls
 from varuna.run.channel import StageChannels, open_channels
-from varuna.generations import Committed
-from varuna.run.commit import CommitPart, commit
+from varuna.run.commit import CommitPart, Committed, commit
 from varuna.run.connect import ConnectOptions, StageAddress
 from varuna.run.fetch import MapDataset
 from varuna.run.groups import Groups, World

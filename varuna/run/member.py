@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from varuna.errors import PeerLost
-from varuna.generations import Committed, Formation, HaltReport, Verdict
+from varuna.generations import Formation, HaltReport, Verdict
+from varuna.run.commit import Committed, committed_from_text, committed_to_text
 from varuna.run.generation import Generation
 from varuna.run.reform import Worker, form, next_generation
 
@@ -98,11 +99,12 @@ class Member:
                 return self._committed
             except PeerLost as error:
                 verdict = self._halt(error)
-            if verdict.committed is not None and verdict.committed.step_index == step_index:
+            committed = committed_from_text(verdict.committed) if verdict.committed else None
+            if committed is not None and committed.step_index == step_index:
                 self.generation.keep_step()
-                self._committed = verdict.committed
+                self._committed = committed
                 self._formation = verdict.formation
-                return verdict.committed
+                return committed
             self.generation.undo_step()
             self._form(verdict.formation)
 
@@ -141,7 +143,8 @@ class Member:
             generation=self.generation.index,
             num_applied=self._num_applied,
             reduced_step=None,
-            committed=self._committed,
+            committed_step=None if self._committed is None else self._committed.step_index,
+            committed="" if self._committed is None else committed_to_text(self._committed),
             held_sections=tuple(sorted(self._worker.held_sections)),
             reason=reason,
         )
