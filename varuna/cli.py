@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from varuna.cli_fleet import profiles
+from varuna.cli_plan import plan
 from varuna.cli_profile import profile
 from varuna.cli_simulate import simulate
 from varuna.cli_timeline import timeline
@@ -158,6 +159,7 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
     click.echo(render_schedule(name, stages, micro_batches, flags))
 
 
+main.add_command(plan)
 main.add_command(profile)
 main.add_command(simulate)
 main.add_command(profiles)

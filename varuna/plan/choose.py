@@ -21,8 +21,8 @@ from varuna.plan.search import Search
 from varuna.plan.space import Wish, make_space
 from varuna.spec import PipelineSpec, Plan, StageSpec
 
-FINALISTS = 3
-"""Best simulated layouts that are predicted as whole plans."""
+FINALISTS, FINALISTS_OF_MANY, SMALL = 8, 2, 400
+"""Best simulated layouts that are predicted as whole plans, up to ``SMALL`` workers and beyond."""
 
 NUM_RUNS = 5
 """Steps with drawn delays that a finalist's prediction is the mean of, where links have jitter."""
@@ -76,13 +76,16 @@ def choose_plan(
     wish = check_wish(profile, cluster, batch_size, num_stages, micro_batch_size, schedule, recompute)
     search = search_plans(profile, cluster, wish)
     finalists: list[tuple[Prediction, Plan, Outcome]] = []
+    best_s = float("inf")
+    most = FINALISTS if cluster.num_workers <= SMALL else FINALISTS_OF_MANY
     for outcome in sorted(search.outcomes, key=lambda outcome: outcome.step_s):
+        if outcome.step_s >= best_s or len(finalists) == most:
+            break
         plan = plan_of(outcome.laid, search.evaluator)
         prediction = predict(plan, profile, cluster, num_runs=NUM_RUNS)
         if _fits(plan, prediction, search.evaluator):
             finalists.append((prediction, plan, outcome))
-        if len(finalists) == FINALISTS:
-            break
+            best_s = min(best_s, prediction.step_s)
     if not finalists:
         raise PlanError(
             refuse(search, profile, cluster, wish, lambda other: _is_possible(profile, cluster, other))

@@ -100,7 +100,7 @@ class Evaluator:
         self.residents = Residents(profile)
         self.devices = Devices(cluster, profile.device_memory_bytes)
         self._placements: dict[tuple[int, int, int, str], Placement] = {}
-        self._reductions: dict[tuple[int, bool], Floats] = {}
+        self._reductions: dict[tuple[int, bool, bool], tuple[Floats, Floats]] = {}
 
     def placements(self, point: Point) -> list[Placement]:
         """The layouts that differ for this point."""
@@ -223,24 +223,29 @@ class Evaluator:
         the first. The bound: all of them while it does.
         """
         num, across = point.num_pipelines, placement.reduces_across
-        if (num, across) not in self._reductions:
-            self._reductions[num, across] = self.residents.reduce_s(num, across)
-        reduce_s = self._reductions[num, across]
+        apart = across or bool(kind.crosses.any())
+        if (num, across, apart) not in self._reductions:
+            self._reductions[num, across, apart] = (
+                self.residents.reduce_s(num, across),
+                self.residents.ties_s(num, apart),
+            )
+        reduce_s, ties_s = self._reductions[num, across, apart]
         runs = self.sections.runs(point.micro_batch_size)
         last = (runs.weight_s if schedule == "zero-bubble" else runs.backward_s) / float(kind.speed.min())
         whole = np.maximum(0.0, last[None, :] - last[:, None])
         link = self.profile.across_machines
-        if across and link.shared_bytes_per_s:
-            reduce_s = reduce_s * max(
-                1.0, placement.groups_per_machine * link.bytes_per_s / link.shared_bytes_per_s
-            )
+        share = link.bytes_per_s / link.shared_bytes_per_s if link.shared_bytes_per_s else 0.0
+        if across:
+            reduce_s = reduce_s * max(1.0, placement.groups_per_machine * share)
+        if apart:
+            ties_s = ties_s * max(1.0, (1 + placement.groups_per_machine * across) * share)
         if bound:
-            return np.asarray(reduce_s - whole)
+            return np.asarray(np.maximum(reduce_s - whole, ties_s))
         own = np.diff(last, prepend=0.0)  # of the section before an index
         first = np.append(
             np.diagonal(reduce_s, offset=1), 0.0
         )  # of the section at an index, the last to be ready
-        return np.asarray(np.maximum(first[:, None], reduce_s - whole + own[None, :]))
+        return np.asarray(np.maximum(first[:, None], reduce_s - whole + own[None, :]) + ties_s)
 
     def tightest(self, point: Point) -> Tightest:
         """With borders that would be the fastest if there were memory enough: the stage furthest from fitting."""

@@ -115,10 +115,35 @@ class Residents:
         return self.alone_bytes + np.minimum(self.gradient_bytes, BUCKET_BYTES)
 
     def reduce_s(self, num_workers: int, across_machines: bool) -> Floats:
-        """Seconds to sum the gradients of sections ``[a, b)``, bucket by bucket, alone on the network."""
-        most = float(self.gradient_bytes[0, -1])
-        if num_workers < 2 or most == 0:
-            return np.zeros_like(self.gradient_bytes)
+        """Seconds to sum the gradients of sections ``[a, b)``, bucket by bucket, without tied parameters."""
+        tied = np.zeros(len(self.profile.sections))
+        for tie in self.profile.ties:
+            tied[list(tie.section_indices)] += tie.num_bytes
+        own = np.maximum(0.0, [section.gradient_bytes for section in self.profile.sections] - tied)
+        before = _sums(own)
+        return self._buckets_s(np.maximum(0.0, before[None, :] - before[:, None]), num_workers, across_machines)
+
+    def ties_s(self, num_workers: int, across_machines: bool) -> Floats:
+        """Seconds to sum the tied parameters whose first user is in ``[a, b)``, over all stages that use them.
+
+        ``num_workers`` hold each stage. A parameter used in several stages is summed over the workers of all.
+        """
+        count = len(self.profile.sections)
+        seconds = np.zeros((count + 1, count + 1))
+        for tie in self.profile.ties:
+            first, last = min(tie.section_indices), max(tie.section_indices)
+            apart, together = (
+                float(self._buckets_s(np.array([tie.num_bytes], dtype=np.float64), num, across_machines)[0])
+                for num in (num_workers * len(tie.section_indices), num_workers)
+            )
+            seconds[: first + 1, first + 1 :] += apart
+            seconds[: first + 1, last + 1 :] += together - apart
+        return seconds
+
+    def _buckets_s(self, num_bytes: Floats, num_workers: int, across_machines: bool) -> Floats:
+        """Seconds of all-reduces of buckets, one after the other, alone on the network."""
+        if num_workers < 2:
+            return np.zeros_like(num_bytes)
         knots = {0.0, 1.0, float(BUCKET_BYTES)} | {
             float(point.num_bytes)
             for point in self.profile.all_reduce
@@ -126,8 +151,8 @@ class Residents:
         }
         sizes = sorted(knots)
         seconds = [all_reduce_s(self.profile, num_workers, size, across_machines) for size in sizes]
-        buckets = np.maximum(1.0, self.gradient_bytes / BUCKET_BYTES)
-        return np.asarray(buckets * np.interp(self.gradient_bytes / buckets, sizes, seconds))
+        buckets = np.maximum(1.0, num_bytes / BUCKET_BYTES)
+        return np.asarray(buckets * np.interp(num_bytes / buckets, sizes, seconds))
 
     @cached_property
     def _twice(self) -> Floats:
