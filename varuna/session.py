@@ -298,7 +298,7 @@ class Varuna:
         with self._guarded(), preserved_generators(self._device):
             member = self._join(world) if self._config.joins else self._found(world)
         if self._trace is not None:
-            self._collector = TraceCollector(self._trace.steps, member.generation, self._save_trace)
+            self._collector = TraceCollector(self._trace.steps, lambda: member.generation, self._save_trace)
             self._request.job.spans.subscribe(self._collector)
         return member
 

@@ -35,14 +35,14 @@ class TraceCollector:
 
     Args:
         steps: which to keep.
-        generation: the one at work.
+        current: the generation at work.
         deliver: called on worker 0 with what was recorded so far, after the last of ``steps`` and after each
             ``train`` that ran some of them.
     """
 
-    def __init__(self, steps: range, generation: Generation, deliver: Deliver) -> None:
+    def __init__(self, steps: range, current: Callable[[], Generation], deliver: Deliver) -> None:
         self._steps = steps
-        self._generation = generation
+        self._current = current
         self._deliver = deliver
         self._recorded: list[StepSpans] = []
         self._num_delivered = 0
@@ -65,17 +65,18 @@ class TraceCollector:
         Raises:
             PeerLost: a worker is gone.
         """
-        rank = self._generation.world.rank
+        generation = self._current()
+        rank = generation.world.rank
         if not self._recorded and rank == 0:
             self._deliver(Recording(workers=(), clock_accuracy_s=0.0))
         if len(self._recorded) == self._num_delivered:
             return
         self._num_delivered = len(self._recorded)
-        group = self._generation.groups.all
+        group = generation.groups.all
         offsets = align_clocks(group, rank, machine=machine_identity())
         own = WorkerTrace(
             worker_index=rank,
-            position=self._generation.plan.position_of(rank),
+            position=generation.plan.position_of(rank),
             steps=_moved(self._recorded, offsets[group.ranks.index(rank)].offset_s),
         )
         traces = group.all_gather_bytes(msgspec.json.encode(own))
