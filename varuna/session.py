@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from varuna.config import LayoutConfig, ProfileConfig, TraceConfig, WorldConfig,
 from varuna.errors import PeerLost, ProtocolError, RunError
 from varuna.events import Evaluated, Event, EventBus, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
+from varuna.morph.control import ManagedControl
+from varuna.morph.messages import Described
 from varuna.observe import progress_listener
 from varuna.observe.trace import save_trace
 from varuna.partition.sequential import as_module
@@ -69,6 +71,13 @@ from varuna.run.trace import Recording, TraceCollector
 from varuna.spec import Plan, SectionSpec, Step
 
 __all__ = ["Varuna"]
+
+
+class JobControl(Control, Protocol):
+    """Whoever decides who works in which generation; ``ManagedControl`` if the launcher named a manager."""
+
+    def describe(self, description: Described) -> None:
+        """What the job is; said once, by rank 0 of the first generation."""
 
 
 class Varuna:
@@ -175,11 +184,10 @@ class Varuna:
         )
         self._scaler = LossScaler.initial(number_format)
         self._bus = EventBus()
-        if self.rank == 0 and progress:
-            self._bus.subscribe(progress_listener() if progress is True else progress)
+        self._progress = progress
         self._step_index = 0
         self._member: Member | None = None
-        self._control: Control | None = None
+        self._control: JobControl | None = ManagedControl.from_env(os.environ)
         self._calls: list[Call] = []
         self._num_calls = 0
         self._num_calls_at_join = 0
@@ -191,8 +199,8 @@ class Varuna:
 
     @property
     def rank(self) -> int:
-        """This worker's index; worker 0 is the one that prints and saves."""
-        return self._config.rank
+        """This worker's index; worker 0 is the one that prints and saves. It may change when workers go."""
+        return self._config.rank if self._member is None else self._member.rank
 
     @property
     def step_index(self) -> int:
@@ -251,7 +259,7 @@ class Varuna:
             sums = member.together(run)
         loss = made.value = sums.loss_sum / sums.weight if sums.weight else float("nan")
         duration_s = time.monotonic() - started_s
-        self._bus.publish(Evaluated(loss=loss, num_samples=sums.num_samples, duration_s=duration_s))
+        self._publish(Evaluated(loss=loss, num_samples=sums.num_samples, duration_s=duration_s))
         return loss
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -304,16 +312,44 @@ class Varuna:
 
     def _found(self, world: World) -> Member:
         """The first generation, with all the workers that were started together."""
-        started = start_job(self._request, world, self._bus.publish)
+        started = start_job(self._request, world, self._publish)
         member = self._member_of(started.worker, started.generation)
+        self._describe(started.generation)
         member.start()
         return member
 
     def _join(self, world: World) -> Member:
         """A place in a job that is at work."""
-        member = self._member_of(start_newcomer(self._request, world, self._bus.publish), None)
+        member = self._member_of(start_newcomer(self._request, world, self._publish), None)
         member.join()
         return member
+
+    def _publish(self, event: Event) -> None:
+        """Worker 0 tells, whoever it is now."""
+        if self.rank != 0:
+            return
+        if self._progress:
+            self._bus.subscribe(progress_listener() if self._progress is True else self._progress)
+            self._progress = False
+        self._bus.publish(event)
+
+    def _describe(self, generation: Generation) -> None:
+        """Tell the manager what it plans for."""
+        if self._control is None or generation.world.rank != 0:
+            return
+        layout, job = self._request.layout, self._request.job
+        self._control.describe(
+            Described(
+                sections=generation.partitions.reference.specs,
+                batch_size=job.batch_size,
+                num_stages=layout.num_stages,
+                micro_batch_size=layout.micro_batch_size,
+                schedule=layout.schedule,
+                recompute=layout.recompute,
+                dataset_length=len(job.dataset),
+                seed=job.seed,
+            )
+        )
 
     def _member_of(self, worker: Worker, generation: Generation | None) -> Member:
         return Member(
@@ -352,7 +388,7 @@ class Varuna:
     def _save_trace(self, recording: Recording) -> None:
         assert self._trace is not None
         told = save_trace(self._trace.path, recording.workers, clock_accuracy_s=recording.clock_accuracy_s)
-        self._bus.publish(Notice(text=told))
+        self._publish(Notice(text=told))
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -361,14 +397,17 @@ class Varuna:
         if call.end_step is None:
             call.end_step = self._step_index + num_steps
         first_step = self._step_index
-        self._bus.publish(TrainStarted(first_step=first_step, num_steps=call.end_step - first_step))
+        self._publish(TrainStarted(first_step=first_step, num_steps=call.end_step - first_step))
         num_done = 0
         error = ""
         try:
             while self._step_index < call.end_step:
+                generation_index = self._started().generation.index
                 step = self._step()
                 num_done += 1
-                self._bus.publish(StepFinished(step=step))
+                if self._control is not None:
+                    self._control.step_done(generation_index, step)
+                self._publish(StepFinished(step=step))
                 yield step
             if self._collector is not None:
                 with self._guarded():
@@ -378,7 +417,7 @@ class Varuna:
             raise
         finally:
             duration_s = time.monotonic() - started_s
-            self._bus.publish(TrainFinished(num_steps=num_done, duration_s=duration_s, error=error))
+            self._publish(TrainFinished(num_steps=num_done, duration_s=duration_s, error=error))
 
     def _step(self) -> Step:
         member = self._started()
@@ -430,12 +469,16 @@ class Varuna:
         except PeerLost as error:
             self._give_up(error)
             assert self._store is not None
-            raise explain_peer_loss(self._store, 0, error) from error
+            raise explain_peer_loss(self._store, self._generation_index, error) from error
         except BaseException as error:
             assert self._store is not None
-            publish_failure(self._store, 0, self.rank, error)
+            publish_failure(self._store, self._generation_index, self.rank, error)
             self._give_up(error)
             raise
+
+    @property
+    def _generation_index(self) -> int:
+        return 0 if self._member is None else self._member.generation.index
 
     def _give_up(self, error: BaseException) -> None:
         self._broken = f"an error ended it ({type(error).__name__}: {error})"

@@ -16,8 +16,9 @@ from typing import Any
 from torch.distributed import Store
 
 from varuna.generations import Formation, HaltReport, SectionTransfer, Verdict
+from varuna.morph.messages import Described
 from varuna.run.generation import Generation
-from varuna.spec import Plan
+from varuna.spec import Plan, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ class ScriptedControl:
         self._on_formed = on_formed
         self.generation: Generation | None = None
 
-    def ready(self) -> Formation:
+    def ready(self, digest: str) -> Formation:
+        assert digest
         first = next(index for index, one in enumerate(self.script) if self._worker in one.workers)
         return self._verdict(first).formation
 
@@ -78,6 +80,13 @@ class ScriptedControl:
     def formed(self, generation: Generation) -> None:
         self.generation = generation
         self._on_formed(generation)
+
+    def describe(self, description: Described) -> None:
+        assert description.sections
+
+    def step_done(self, generation_index: int, step: Step) -> None:
+        assert self.generation is not None
+        assert generation_index <= self.generation.index
 
     def before_step(self, step_index: int) -> None:
         """Pause where the script says so; only one worker asks, the others find out."""

@@ -67,14 +67,14 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
     Attributes:
         generation, step_index: which.
         duration_s: of the step.
-        busy_s: in which this worker ran tasks; 0 if it was not measured.
+        busy_s: in which this worker ran tasks; 0 if that was not measured.
         num_samples: of the global batch.
     """
 
     generation: int
     step_index: int
     duration_s: float
-    busy_s: float
+    busy_s: float = 0.0
     num_samples: int
 
 

@@ -20,6 +20,7 @@ from varuna.generations import Formation, HaltReport, Verdict
 from varuna.run.commit import Committed, committed_from_text, committed_to_text
 from varuna.run.generation import Generation
 from varuna.run.reform import Worker, form, next_generation
+from varuna.spec import Step
 
 _T = TypeVar("_T")
 
@@ -27,8 +28,8 @@ _T = TypeVar("_T")
 class Control(Protocol):
     """Whoever decides, as one member sees it; calls come from the training thread."""
 
-    def ready(self) -> Formation:
-        """A newcomer has captured the model and can take sections; wait for a place."""
+    def ready(self, digest: str) -> Formation:
+        """A newcomer has captured the model and can take sections; wait for a place. ``digest`` is of them."""
 
     def halted(self, report: HaltReport) -> Verdict:
         """Report, and wait for what follows. Raises ``SystemExit`` if this worker is to leave."""
@@ -38,6 +39,9 @@ class Control(Protocol):
 
     def formed(self, generation: Generation) -> None:
         """It is open here; from now on it may be told to ``pause``."""
+
+    def step_done(self, generation_index: int, step: Step) -> None:
+        """A step's update has been made here."""
 
 
 class Member:
@@ -70,6 +74,11 @@ class Member:
         self._num_applied = 0
 
     @property
+    def rank(self) -> int:
+        """This worker among the members of the generation at work."""
+        return self._worker.world.rank
+
+    @property
     def generation(self) -> Generation:
         """The one at work."""
         assert self._generation is not None, "a newcomer that has not joined"
@@ -84,7 +93,7 @@ class Member:
     def join(self) -> None:
         """Wait for a place in a generation that is to come, and take it."""
         assert self._control is not None, "nobody who could give a place"
-        self._form(self._control.ready())
+        self._form(self._control.ready(self._worker.partitions.reference.digest))
 
     def run_step(self, step_index: int, gradient_scale: float) -> Committed:
         """The outcome of a step, in however many generations it takes; ``update_done`` must follow.

@@ -1,0 +1,181 @@
+"""A member's side of the manager: what ``varuna.run.member.Control`` asks for, over a ``Link``.
+
+The training thread reports and waits; the link's thread takes orders meanwhile: to pause or abort the
+generation at work or being formed, and how to go on after a halt.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Protocol
+
+from varuna.errors import ConfigError
+from varuna.generations import Formation, HaltReport, Verdict
+from varuna.morph.link import Link
+from varuna.morph.messages import (
+    Abort,
+    Beat,
+    Described,
+    Form,
+    Formed,
+    FromWorker,
+    Halted,
+    Leave,
+    Pause,
+    Ready,
+    StepDone,
+    decode_to_worker,
+    encode,
+)
+from varuna.spec import Plan, Step
+
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+
+_POLL_S = 0.5
+
+
+class LiveGeneration(Protocol):
+    """What a member's generation is to the control: something that can be paused and aborted."""
+
+    index: int
+    pause: bool
+    plan: Plan
+
+    def abort(self, reason: str) -> None:
+        """End it at once, from any thread."""
+
+
+class ManagedControl:
+    """One worker's line to its manager.
+
+    Args:
+        url: of the manager, ``http://host:port``.
+        token: the job's.
+        incarnation: this worker's.
+    """
+
+    def __init__(self, url: str, token: str, incarnation: str) -> None:
+        self._lock = threading.Lock()
+        self._generation: LiveGeneration | None = None
+        self._aborted: dict[int, str] = {}
+        self._paused: set[int] = set()
+        self._state: FromWorker | None = None
+        self._description: Described | None = None
+        self._orders: queue.SimpleQueue[Form | Leave] = queue.SimpleQueue()
+        self._newest_order = -1
+        self._link = Link(
+            f"{url}/worker",
+            token,
+            {"incarnation": incarnation},
+            received=self._received,
+            greeting=self._greeting,
+            beat=encode(Beat()),
+            beat_s=BEAT_S,
+        )
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> ManagedControl | None:
+        """The manager that the launcher named, or None.
+
+        Raises:
+            ConfigError: the variables say half of what is needed.
+        """
+        url = environ.get("VARUNA_MANAGER", "")
+        if not url:
+            return None
+        incarnation = environ.get("VARUNA_INCARNATION", "")
+        if not incarnation:
+            raise ConfigError("VARUNA_MANAGER is set, but not VARUNA_INCARNATION. `varuna run` sets both.")
+        return ManagedControl(url, environ.get("VARUNA_TOKEN", ""), incarnation)
+
+    # --- the training thread ----------------------------------------------------------------
+
+    def describe(self, description: Described) -> None:
+        """What the job is; said by rank 0 of the first generation."""
+        self._description = description
+        self._link.send(encode(description))
+
+    def ready(self, digest: str) -> Formation:
+        """See ``varuna.run.member.Control``."""
+        self._tell(Ready(digest=digest))
+        return self._next_order().formation
+
+    def halted(self, report: HaltReport) -> Verdict:
+        """See ``varuna.run.member.Control``."""
+        self._tell(Halted(report=report))
+        return self._next_order()
+
+    def forming(self, generation: LiveGeneration) -> None:
+        """See ``varuna.run.member.Control``."""
+        with self._lock:
+            self._generation = generation
+            reason = self._aborted.get(generation.index, "")
+        if reason:
+            generation.abort(reason)
+
+    def formed(self, generation: LiveGeneration) -> None:
+        """See ``varuna.run.member.Control``."""
+        with self._lock:
+            generation.pause = generation.index in self._paused
+        plan = generation.plan if generation.index == 0 else None
+        self._tell(Formed(generation=generation.index, plan=plan))
+
+    def step_done(self, generation_index: int, step: Step) -> None:
+        """See ``varuna.run.member.Control``."""
+        message = StepDone(
+            generation=generation_index,
+            step_index=step.index,
+            duration_s=step.duration_s,
+            num_samples=step.num_samples,
+        )
+        self._link.send(encode(message))
+
+    def close(self) -> None:
+        """This worker's script is over."""
+        self._link.close()
+
+    def _tell(self, state: Ready | Halted | Formed) -> None:
+        with self._lock:
+            self._state = state
+        self._link.send(encode(state))
+
+    def _next_order(self) -> Verdict:
+        while True:
+            try:
+                order = self._orders.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._link.refused:
+                    raise SystemExit(0) from None
+                continue
+            if isinstance(order, Leave):
+                self.close()
+                raise SystemExit(0)
+            if order.formation.generation > self._newest_order:  # a restarted manager may repeat itself
+                self._newest_order = order.formation.generation
+                return Verdict(formation=order.formation, committed=order.committed)
+
+    # --- the link's thread ------------------------------------------------------------------
+
+    def _greeting(self) -> list[bytes]:
+        with self._lock:
+            messages = (self._description, self._state)
+        return [encode(message) for message in messages if message is not None]
+
+    def _received(self, data: bytes) -> None:
+        message = decode_to_worker(data)
+        if isinstance(message, Pause):
+            with self._lock:
+                self._paused.add(message.generation)
+                if self._generation is not None and self._generation.index == message.generation:
+                    self._generation.pause = True
+        elif isinstance(message, Abort):
+            with self._lock:
+                self._aborted[message.generation] = message.reason
+                generation = self._generation
+            if generation is not None and generation.index == message.generation:
+                generation.abort(message.reason)
+        else:
+            self._orders.put(message)
