@@ -93,7 +93,7 @@ class Profiled:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where one worker is: number of its machine; memory that it may use in all, and uses besides weights."""
+    """One worker: number of its machine; memory it may use in all, and uses besides weights now."""
 
     machine: int
     memory_bytes: int
@@ -111,10 +111,11 @@ class _Order:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What one worker measured."""
+    """What one worker measured; ``runtime_bytes`` as in ``Profile``, all libraries loaded."""
 
     kinds: list[KindCosts]
     links: LinkMeasures
+    runtime_bytes: int
 
 
 def obtain_profile(request: ProfileRequest) -> Profiled:
@@ -144,9 +145,9 @@ def obtain_profile(request: ProfileRequest) -> Profiled:
         else:
             _set(request.world, f"part/{request.world.rank}", msgspec.json.encode(part))
     shared = _share(request.world, profile)
-    first = order.places[0]
+    runtime_bytes = max(shared.runtime_bytes, *(found.runtime_bytes for found in order.places))
     return Profiled(
-        profile=replace(shared, device_memory_bytes=first.memory_bytes, runtime_bytes=first.runtime_bytes),
+        profile=replace(shared, device_memory_bytes=order.places[0].memory_bytes, runtime_bytes=runtime_bytes),
         cluster=_cluster(order.places),
         from_cache=order.is_cached,
         duration_s=time.monotonic() - started_s,
@@ -283,14 +284,21 @@ def device_name(device: torch.device) -> str:
 def _place(request: ProfileRequest) -> _Place:
     """Memory: what is free, and what this process holds already and would use for the same things."""
     world = request.world
-    return_memory()
-    machine = world.rank - world.local_rank
+    runtime_bytes = _runtime_bytes(request)
     free = worker_memory_bytes(request.config, world.device)
-    if world.device.type == "cuda":
-        return _Place(machine=machine, memory_bytes=free, runtime_bytes=0)
-    resident = resident_bytes()
+    resident = 0 if world.device.type == "cuda" else resident_bytes()
+    return _Place(
+        machine=world.rank - world.local_rank, memory_bytes=free + resident, runtime_bytes=runtime_bytes
+    )
+
+
+def _runtime_bytes(request: ProfileRequest) -> int:
+    """What this process takes besides parameters; of a GPU nothing that PyTorch would count."""
+    if request.world.device.type == "cuda":
+        return 0
+    return_memory()
     held = sum(parameter.nbytes for parameter in request.model.parameters() if not parameter.is_meta)
-    return _Place(machine=machine, memory_bytes=free + resident, runtime_bytes=max(0, resident - held))
+    return max(0, resident_bytes() - held)
 
 
 def _measure(request: ProfileRequest, order: _Order) -> _Part:
@@ -312,10 +320,10 @@ def _measure(request: ProfileRequest, order: _Order) -> _Part:
             num_shares=world.size,
         )
     )
-    return_memory()
     machines = [found.machine for found in order.places]
     most_bytes = sum(gradient_bytes(section) for section in request.partitions.reference.sections)
-    return _Part(kinds=kinds, links=measure_links(world, machines, request.job.token, most_bytes))
+    links = measure_links(world, machines, request.job.token, most_bytes)
+    return _Part(kinds=kinds, links=links, runtime_bytes=_runtime_bytes(request))
 
 
 def _join(request: ProfileRequest, order: _Order, parts: Sequence[_Part], path: Path | None) -> Profile:
@@ -347,7 +355,7 @@ def _join(request: ProfileRequest, order: _Order, parts: Sequence[_Part], path: 
         torch_version=str(torch.__version__),
         notes=(*links.notes, *update.notes),
         device_memory_bytes=order.places[0].memory_bytes,
-        runtime_bytes=order.places[0].runtime_bytes,
+        runtime_bytes=max(part.runtime_bytes for part in parts),
         sections=tuple(sections),
         ties=ties_of(reference),
         within_machine=links.within,
