@@ -98,6 +98,9 @@ def test_the_documented_answer_of_azure():
     good = Answer(status=200, body=json.dumps({"DocumentIncarnation": 2, "Events": [event]}), headers=DATE)
     [notice] = read_events(good, machine="m", vm_name="vm_0").notices
     assert (notice.kind, notice.deadline_s, notice.event_id) == (NoticeKind.PREEMPT, 30, event["EventId"])
+    started = json.dumps({"Events": [{**event, "EventStatus": "Started"}]})
+    answer = Answer(status=200, body=started, headers=DATE)
+    assert read_events(answer, machine="m", vm_name="vm_0").notices[0].deadline_s == 0
     half_bad = Answer(status=200, body=json.dumps({"Events": [{"EventId": 1}, event, 7]}), headers=DATE)
     reading = read_events(half_bad, machine="m", vm_name="vm_0")
     assert reading.notices == (notice,)
