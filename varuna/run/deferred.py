@@ -7,8 +7,8 @@
 
 In forward, an operator of ``weight_operators.py`` on a parameter runs as an autograd function whose backward
 computes the input's gradient and keeps (input, gradient of the output); the rest of what forward saved is freed
-by B. W makes weight gradients of these pairs and lets autograd accumulate them, so that hooks see them. All
-other parameters (norms, scales) get their gradients in B.
+by B. W makes weight gradients of these pairs and adds them to ``.grad``: itself if nobody watches, through
+autograd if there are hooks. All other parameters (norms, scales) get their gradients in B.
 
 Graphs call the operators through ``deferring``'s copy of the section. Modules that run as they are (opaque
 leaves, chains) are watched by a torch function mode.
@@ -20,8 +20,8 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,8 +33,7 @@ from varuna.partition.program import GraphProgram
 from varuna.run.weight_operators import OPERATORS, Operator, WeightCall
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     """What one call left behind for W; ``dtype`` is what autocast lowered it to."""
 
     operator: Operator
@@ -45,15 +44,31 @@ class _Pair:
     dtype: torch.dtype | None
 
     def accumulate(self) -> None:
-        """Add to ``.grad`` of weight and bias, through autograd, in their own dtype."""
+        """Add to ``.grad`` of weight and bias, in their own dtype."""
         with torch.no_grad():
-            gradients = self.operator.weight_gradients(
-                self.gradient, self.input, _lowered(self.weight, self.dtype), self.bias
-            )
-        torch.autograd.backward(self.weight, gradients.weight.to(self.weight.dtype))
-        if self.bias is not None:
-            assert gradients.bias is not None
-            torch.autograd.backward(self.bias, gradients.bias.to(self.bias.dtype))
+            total = _plain_total(self.weight) if self.dtype is None else None
+            lowered = _lowered(self.weight, self.dtype)
+            of_weight = self.operator.weight_gradient(self.gradient, self.input, lowered, total)
+            if total is None:
+                _accumulate(self.weight, of_weight)
+            if self.bias is not None:
+                _accumulate(self.bias, self.operator.bias_gradient(self.gradient, self.bias))
+
+
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    total = _plain_total(weight)
+    gradient = gradient.to(weight.dtype)
+    if total is None:
+        torch.autograd.backward(weight, gradient)
+    else:
+        total.add_(gradient)
+
+
+def _plain_total(weight: Tensor) -> Tensor | None:
+    """The ``.grad`` to add to where autograd would do no more than that: of a parameter, without hooks."""
+    if not isinstance(weight, nn.Parameter) or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    return weight.grad
 
 
 class PendingWeights:
@@ -121,8 +136,7 @@ class PendingWeights:
 _collecting: ContextVar[PendingWeights | None] = ContextVar("collecting", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
+class _How(NamedTuple):
     """What a deferred call needs besides tensors; ``dtype`` is what autocast lowers it to."""
 
     pending: PendingWeights
@@ -157,9 +171,9 @@ class _Deferred(torch.autograd.Function):
         if how.pending._puts_off():
             how.pending._put(_Pair(how.operator, input, gradient, weight, bias, how.dtype))
             return None, None, of_input, None, None
-        now = how.operator.weight_gradients(gradient, input, lowered, bias)
-        of_bias = None if bias is None or now.bias is None else now.bias.to(bias.dtype)
-        return None, None, of_input, now.weight.to(weight.dtype), of_bias
+        of_weight = how.operator.weight_gradient(gradient, input, lowered).to(weight.dtype)
+        of_bias = None if bias is None else how.operator.bias_gradient(gradient, bias).to(bias.dtype)
+        return None, None, of_input, of_weight, of_bias
 
 
 class _Watch(TorchFunctionMode):

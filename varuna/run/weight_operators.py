@@ -18,13 +18,6 @@ from torch.nn import functional
 aten = torch.ops.aten
 
 
-class WeightGradients(NamedTuple):
-    """Gradients of weight and bias, in the dtype the operator computed in; None without bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 class Operator(Protocol):
     """Forward and backward of one call. Its tensors all have the dtype that forward computes in.
 
@@ -42,14 +35,16 @@ class Operator(Protocol):
     def input_gradient(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
         """From the output's gradient."""
 
-    def weight_gradients(
-        self, gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> WeightGradients:
-        """From the output's gradient; ``bias`` is None if its gradient is not wanted."""
+    def weight_gradient(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, total: Tensor | None = None
+    ) -> Tensor:
+        """From the output's gradient; with ``total``, added to that in place."""
+
+    def bias_gradient(self, gradient: Tensor, bias: Tensor) -> Tensor:
+        """From the output's gradient."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightCall:
+class WeightCall(NamedTuple):
     """One call of an operator."""
 
     operator: Operator
@@ -73,15 +68,16 @@ class _Product:
     def input_gradient(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
         return gradient @ (weight if self.transposed else weight.t())
 
-    def weight_gradients(
-        self, gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> WeightGradients:
+    def weight_gradient(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, total: Tensor | None = None
+    ) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
         gradients = gradient.reshape(-1, gradient.shape[-1])
-        return WeightGradients(
-            weight=gradients.t() @ rows if self.transposed else rows.t() @ gradients,
-            bias=None if bias is None else gradients.sum_to_size(bias.shape),
-        )
+        left, right = (gradients, rows) if self.transposed else (rows, gradients)
+        return left.t() @ right if total is None else total.addmm_(left.t(), right)
+
+    def bias_gradient(self, gradient: Tensor, bias: Tensor) -> Tensor:
+        return gradient.reshape(-1, gradient.shape[-1]).sum_to_size(bias.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,38 +98,34 @@ class _Convolution:
         return result
 
     def input_gradient(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-        result: Tensor = self._backward(gradient, input, weight, None, (True, False, False))[0]
-        return result
+        return self._backward(gradient, input, weight, (True, False, False))[0]
 
-    def weight_gradients(
-        self, gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> WeightGradients:
-        mask = (False, True, bias is not None)
-        _, of_weight, of_bias = self._backward(gradient, input, weight, bias, mask)
-        return WeightGradients(weight=of_weight, bias=of_bias)
+    def weight_gradient(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, total: Tensor | None = None
+    ) -> Tensor:
+        result = self._backward(gradient, input, weight, (False, True, False))[1]
+        return result if total is None else total.add_(result)
+
+    def bias_gradient(self, gradient: Tensor, bias: Tensor) -> Tensor:
+        return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])
 
     def _backward(
-        self,
-        gradient: Tensor,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mask: tuple[bool, bool, bool],
-    ) -> Any:
-        output_padding = [0] * (weight.dim() - 2)
-        return aten.convolution_backward(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
             gradient,
             input,
             weight,
-            None if bias is None else list(bias.shape),
+            None,
             self.stride,
             self.padding,
             self.dilation,
             False,  # not transposed
-            output_padding,
+            [0] * (weight.dim() - 2),  # output padding
             self.groups,
-            mask,
+            wanted,
         )
+        return results
 
 
 @dataclass(frozen=True)
@@ -151,28 +143,33 @@ class _Embedding:
     def input_gradient(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
         raise AssertionError("indices have no gradient")
 
-    def weight_gradients(
-        self, gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> WeightGradients:
-        of_weight = aten.embedding_dense_backward(
+    def weight_gradient(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, total: Tensor | None = None
+    ) -> Tensor:
+        result: Tensor = aten.embedding_dense_backward(
             gradient, input, weight.shape[0], self.padding_idx, self.scale_grad_by_freq
         )
-        return WeightGradients(weight=of_weight, bias=None)
+        return result if total is None else total.add_(result)
+
+    def bias_gradient(self, gradient: Tensor, bias: Tensor) -> Tensor:
+        raise AssertionError("an embedding has no bias")
 
 
 # --- from a call's arguments ----------------------------------------------------------------
+
+_LINEAR, _MATMUL = _Product(transposed=True), _Product(transposed=False)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightCall | None:
     if weight.dim() != 2:
         return None
-    return WeightCall(operator=_Product(transposed=True), input=input, weight=weight, bias=bias)
+    return WeightCall(operator=_LINEAR, input=input, weight=weight, bias=bias)
 
 
 def _matmul(input: Tensor, weight: Tensor, **options: Any) -> WeightCall | None:
     if options or weight.dim() != 2:
         return None
-    return WeightCall(operator=_Product(transposed=False), input=input, weight=weight)
+    return WeightCall(operator=_MATMUL, input=input, weight=weight)
 
 
 def _addmm(bias: Tensor, *operands: Tensor, **options: Any) -> WeightCall | None:
@@ -180,7 +177,7 @@ def _addmm(bias: Tensor, *operands: Tensor, **options: Any) -> WeightCall | None
     if not usual or len(operands) != 2:
         return None
     input, weight = operands
-    return WeightCall(operator=_Product(transposed=False), input=input, weight=weight, bias=bias)
+    return WeightCall(operator=_MATMUL, input=input, weight=weight, bias=bias)
 
 
 def _convolution(function: Callable[..., Any], num_dims: int) -> Callable[..., WeightCall | None]:
