@@ -153,7 +153,7 @@ class BorderTable:
         return Borders(
             borders=tuple(borders),
             recompute=tuple(recompute),
-            max_in_flight=tuple(limits),
+            max_in_flight=self._tapered(limits),
             busy_s=tuple(busy_s),
             value_s=self.value_s(num_stages),
         )
@@ -169,6 +169,21 @@ class BorderTable:
             sums, cuts, work, resident, rows, split, overhead_s, first_section, end_section, row
         )
         return float(busy_s), bool(drops), int(limit)
+
+    def _tapered(self, limits: Sequence[int]) -> tuple[int, ...]:
+        """In-flight limits such that one that memory lowers lowers those after it too.
+
+        Otherwise later stages fill up with micro-batches whose places the limited one waits for.
+        """
+        if self.problem.schedule not in OPPORTUNISTIC:
+            return tuple(limits)
+        tapered: list[int] = []
+        before = MANY
+        for row, limit in zip(range(len(limits), 0, -1), limits, strict=True):
+            own = int(self._arguments[5][row, _LIMIT])
+            before = min(limit or own, max(row, before - 1))
+            tapered.append(0 if before >= own else before)
+        return tuple(tapered)
 
     def least_bytes(self, row: int, first_section: int, end_section: int) -> float:
         """What this stage needs with as few micro-batches in flight as may be, recomputing if that is less."""
@@ -259,7 +274,7 @@ def _rows(problem: BorderProblem, tail_weight: float) -> Floats:
     return table
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _fit(  # noqa: PLR0917
     free: float, first: float, later: float, limit: float, held: float, least: float
 ) -> float:
@@ -286,7 +301,7 @@ def _fit(  # noqa: PLR0917
     return fit if fit >= least else 0.0
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _stage(  # noqa: PLR0917
     sums: Any,
     cuts: Any,
@@ -327,7 +342,7 @@ def _stage(  # noqa: PLR0917
     return best_s, best_drops, 0 if best_fit == limit else int(best_fit)
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _value(  # noqa: PLR0917
     sums: Any,
     cuts: Any,
@@ -386,7 +401,7 @@ def _fill(  # noqa: PLR0917
     """``value[row, a]``: least value of sections ``[a, S)`` in ``row`` stages; ``end[row, a]``: its border.
 
     From a border near the best one, both ways, until no further one can be better: a longer stage takes longer
-    by its compute alone, and of shorter ones the rest takes longer than the best.
+    by its compute alone, or fits no device; of shorter ones, the rest takes longer than the best.
     """
     count = sums.shape[1] - 1
     num_rows = rows.shape[0] - 2
@@ -403,12 +418,15 @@ def _fill(  # noqa: PLR0917
         for b in range(1, count + 1):
             least[b] = min(least[b - 1], below[b])
         first = num_rows - row if one_depth else 0
-        last = count - row + 1
-        near = last
+        fits = near = count - row + 1
         for a in range(count - row, first - 1, -1):
             best, best_far = np.inf, np.inf
             mean_s = (sums[0, count] - sums[0, a] + sums[2, count] - sums[2, a]) / row
-            low, high = (count, count) if row == 1 else (a + 1, last)
+            while fits > a and resident[a, fits] + sums[4, fits] - sums[4, a] > rows[row, _MEMORY]:
+                fits -= 1
+            low, high = (count, fits) if row == 1 else (a + 1, fits)
+            while low < high and below[low] == np.inf and row > 1:
+                low += 1
             near = min(max(near, low), high)
             for step in (1, -1):
                 b = near if step == 1 else near - 1
@@ -417,7 +435,7 @@ def _fill(  # noqa: PLR0917
                     enough = best * (1 + _TOLERANCE)
                     if step == 1 and num * compute_s / rows[row, _SPEED] > enough:
                         break
-                    if step == -1 and least[b] > enough:
+                    if step == -1 and (least[b] > enough or least[b] == np.inf):
                         break
                     found = _value(
                         sums,

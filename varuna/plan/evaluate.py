@@ -189,11 +189,14 @@ class Evaluator:
         """What a table of borders is made of."""
         recompute = self.wish.recompute
         flags = recompute if isinstance(recompute, tuple) else (recompute,) * kind.num_stages
+        across = self.profile.across_machines
+        if not bound:
+            across = replace(across, bytes_per_s=across.bytes_per_s / self._slowdown(point, placement, kind))
         rows = [
             Row(
                 memory_bytes=float(kind.memory_bytes[stage]) - margin,
                 speed=float(kind.speed[stage]),
-                link=self.link(bool(kind.crosses[stage])),
+                link=across if kind.crosses[stage] else self.profile.within_machine,
                 recompute=flags[stage],
             )
             for stage in range(kind.num_stages - 1, -1, -1)
@@ -209,6 +212,18 @@ class Evaluator:
             task_overhead_s=self.profile.task_overhead_s,
             frugal=frugal,
         )
+
+    def _slowdown(self, point: Point, placement: Placement, kind: Kind) -> float:
+        """About how much longer a message takes because others leave the same machine."""
+        link = self.profile.across_machines
+        if not link.shared_bytes_per_s:
+            return 1.0
+        runs = self.sections.runs(point.micro_batch_size)
+        cycle_s = (runs.forward_s[-1] + runs.backward_s[-1]) / kind.num_stages / float(kind.speed.min())
+        mean_bytes = float(np.mean(runs.forward_bytes[1:-1])) if len(runs.forward_bytes) > 2 else 0.0
+        share = min(1.0, mean_bytes / link.bytes_per_s / max(cycle_s, 1e-12))
+        streams = 1 + (placement.streams_per_machine - 1) * share
+        return max(1.0, streams * link.bytes_per_s / link.shared_bytes_per_s)
 
     def link(self, crosses: bool) -> LinkProfile:
         """Between two stages."""

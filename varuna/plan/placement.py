@@ -103,12 +103,14 @@ class Placement:
         kinds: pipelines, grouped; at least one.
         reduces_across: whether replicas of a stage are on more than one machine.
         groups_per_machine: most stages that have replicas on one machine.
+        streams_per_machine: most links between stages over which one machine sends to others.
     """
 
     layout: str
     kinds: tuple[Kind, ...]
     reduces_across: bool
     groups_per_machine: int
+    streams_per_machine: int
 
     @cached_property
     def num_pipelines(self) -> int:
@@ -149,8 +151,16 @@ def _placement(devices: Devices, layout: str, grids: Sequence[Ints]) -> Placemen
     machines = np.concatenate([devices.machine[grid].ravel() for grid in grids])
     held = np.unique(machines * (1 + max(grid.shape[1] for grid in grids)) + np.concatenate(stages))
     per_machine = np.bincount(held // (1 + max(grid.shape[1] for grid in grids)))
+    streams = np.zeros(int(machines.max()) + 1)
+    for kind in kinds:
+        for sends in (kind.crossing, np.roll(kind.crossing, 1, axis=1)):
+            streams += np.bincount(devices.machine[kind.workers[sends]], minlength=len(streams))
     return Placement(
-        layout=layout, kinds=tuple(kinds), reduces_across=across, groups_per_machine=int(per_machine.max())
+        layout=layout,
+        kinds=tuple(kinds),
+        reduces_across=across,
+        groups_per_machine=int(per_machine.max()),
+        streams_per_machine=int(streams.max()),
     )
 
 

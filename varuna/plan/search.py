@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,8 +24,17 @@ CLOSE = 0.002
 BUDGET = 6_000_000
 """Simulated tasks that a search may cost."""
 
-TABLE_COST = 12_000
+TABLE_COST = 6_000
 """Simulated tasks that take as long as one table of borders."""
+
+ENOUGH_RATIOS = 6
+"""Simulations after which one knows how far estimates are off."""
+
+CAUTION = 0.98
+"""What an estimate may be off more than ever before."""
+
+BY_ESTIMATE = "slower by its estimate"
+"""Why something was not simulated although its bound left it open."""
 
 REPAIRS = 3
 """How often borders are sought again with more memory left free, when messages that wait did not fit."""
@@ -51,6 +60,11 @@ class _Next:
     bound_s: float
     laid: Laid | None = None
 
+    @property
+    def key(self) -> Hashable:
+        """What has estimates that are off alike."""
+        return (self.placement.layout, self.schedule)
+
 
 @dataclass(eq=False, kw_only=True)
 class Search:
@@ -71,6 +85,7 @@ class Search:
     is_complete: bool = True
     effort: int = 0
     _counter: Iterator[int] = field(default_factory=itertools.count)
+    _ratios: dict[Hashable, list[float]] = field(default_factory=dict)
 
     @property
     def best_s(self) -> float:
@@ -88,17 +103,37 @@ class Search:
                 return
             if index is not None and (not heap or self.space.estimate_s[index] <= heap[0][0]):
                 if self.space.bound_s[index] < self._enough_s:
-                    self.opened.add(index)
-                    self._open(self.space.point(index), heap)
+                    point = self.space.point(index)
+                    if not self._is_hopeless(self._kind_of(point), point.estimate_s):
+                        self.opened.add(index)
+                        self._open(point, heap)
                 index = next(points, None)
                 continue
             following = heapq.heappop(heap)[2]
             if following.bound_s >= self._enough_s:
                 self._rule_out(following.point, following.schedule, following.bound_s, "")
+            elif following.laid and self._is_hopeless(following.key, following.laid.estimate_s):
+                self._rule_out(following.point, following.schedule, following.bound_s, BY_ESTIMATE)
             elif following.laid is not None:
                 self._simulate(following.laid)
             else:
                 self._lay_out(following, heap)
+
+    def _is_hopeless(self, key: Hashable, estimate_s: float) -> bool:
+        """Whether it would be slower than the best even if its estimate were as far too high as any so far."""
+        ratios = self._ratios.get(key, [])
+        return len(ratios) >= ENOUGH_RATIOS and estimate_s * min(ratios) * CAUTION >= self.best_s
+
+    def _learn(self, outcome: Outcome) -> None:
+        """How far estimates are from the simulation."""
+        point = outcome.laid.point
+        key = (outcome.laid.placement.layout, outcome.laid.schedule)
+        self._ratios.setdefault(key, []).append(outcome.step_s / outcome.laid.estimate_s)
+        self._ratios.setdefault(self._kind_of(point), []).append(outcome.step_s / point.estimate_s)
+
+    def _kind_of(self, point: Point) -> Hashable:
+        """Points whose estimates are off alike: those whose replicas may share a machine are apart."""
+        return (point.split, point.num_pipelines <= self.evaluator.devices.largest_machine)
 
     @property
     def _enough_s(self) -> float:
@@ -160,6 +195,7 @@ class Search:
             self.effort += outcome.num_tasks
             if outcome.spill_bytes <= 0:
                 self.outcomes.append(outcome)
+                self._learn(outcome)
                 return
             margin += outcome.spill_bytes
             again = self._lay(laid.point, laid.placement, laid.schedule, margin)
