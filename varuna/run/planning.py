@@ -11,7 +11,6 @@ from torch import Tensor
 from varuna.config import LayoutConfig, ProfileConfig
 from varuna.events import ProfileMeasured
 from varuna.plan import PlanChoice, simple_plan
-from varuna.plan.choose import choose_plan
 from varuna.plan.profile_file import write_profile
 from varuna.run.partitions import Partitions
 from varuna.run.profiling import Profiled, ProfileRequest, obtain_profile
@@ -20,9 +19,6 @@ from varuna.run.world import World
 
 if TYPE_CHECKING:
     from varuna.run.start import Publish, StartRequest
-
-
-_CHOOSES = False
 
 
 class ProfileWritten(SystemExit):
@@ -82,8 +78,10 @@ def plan_job(
         raise ProfileWritten
 
     def choose() -> PlanChoice:
-        if profiled is None or not _CHOOSES:
+        if profiled is None:
             return _plain_choice(request, world, partitions)
+        from varuna.plan.choose import choose_plan  # with a compiler, which other workers do not need
+
         return choose_plan(
             profiled.profile,
             profiled.cluster,
