@@ -104,7 +104,8 @@ def test_an_argument(arguments: dict[str, Any], kind: type[Exception], told: tup
 
 
 def test_no_such_layout() -> None:
-    with refused(varuna.ConfigError, "Unknown schedule 'zb'.", "Known schedules: varuna, 1f1b, gpipe, zero-bubble."):
+    known = "Known schedules: varuna, 1f1b, gpipe, zero-bubble."
+    with refused(varuna.ConfigError, "Unknown schedule 'zb'.", known):
         varuna.Layout(schedule="zb")
     with refused(varuna.ConfigError, "The number of stages is 0; it must be at least 1."):
         varuna.Layout(num_stages=0)
