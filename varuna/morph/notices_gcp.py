@@ -31,7 +31,7 @@ LONG_POLL_S = 300
 ANSWER_TIMEOUT_S = 5.0
 LONG_POLL_TIMEOUT_S = LONG_POLL_S + 30.0
 LEAST_PAUSE_S = 1.0
-"""Between answers that came at once though nothing had changed: some stand-ins do not wait."""
+"""After an answer that came at once: some stand-ins do not wait, and must not be asked without pause."""
 
 PATH = "/computeMetadata/v1/instance/preempted"
 _HEADERS = {"Metadata-Flavor": "Google"}
@@ -122,11 +122,8 @@ class GcpNotices:
         self._backoff.succeeded()
         for told in self._memory.update(reading, self._waiting.now_s()):
             tell(told)
-        etag = answer.headers.get("etag", "")
-        is_unchanged = etag == self._etag
-        self._etag = etag
-        answered_at_once = self._waiting.now_s() - asked_s < LEAST_PAUSE_S
-        return LEAST_PAUSE_S if answered_at_once and (is_unchanged or not etag) else 0.0
+        self._etag = answer.headers.get("etag", "")
+        return LEAST_PAUSE_S if self._waiting.now_s() - asked_s < LEAST_PAUSE_S else 0.0
 
     async def _ask(self, http: MetadataHttp) -> Answer | Silence:
         if not self._etag:
