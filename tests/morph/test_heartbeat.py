@@ -15,8 +15,8 @@ TICK_S = 1.0
 def beating(*workers: str, now_s: float = 0.0) -> Heartbeats:
     heartbeats = Heartbeats(LIMIT_S)
     for worker in workers:
-        heartbeats.expect(worker, 1, now_s)
-        assert heartbeats.beat(worker, 1, now_s) is None
+        heartbeats.expect(worker, "i1", now_s)
+        assert heartbeats.beat(worker, "i1", now_s) is None
     return heartbeats
 
 
@@ -27,25 +27,25 @@ def names(heartbeats: Heartbeats, now_s: float) -> list[str]:
 def test_a_silent_worker_is_found_at_the_limit_with_a_reason():
     heartbeats = beating("a", "b")
     for now_s in range(1, 8):
-        assert heartbeats.beat("b", 1, now_s) is None
+        assert heartbeats.beat("b", "i1", now_s) is None
         assert heartbeats.suspects(now_s) == ()
     [suspect] = heartbeats.suspects(8.0)
-    assert (suspect.worker, suspect.incarnation, suspect.silent_s) == ("a", 1, 8.0)
+    assert (suspect.worker, suspect.incarnation, suspect.silent_s) == ("a", "i1", 8.0)
     assert not suspect.all_are_silent
-    assert suspect.reason == "a (incarnation 1): no heartbeat for 8.0 s of 8 s"
-    assert heartbeats.beat("a", 1, 8.5) is None  # it was only slow
+    assert suspect.reason == "a (incarnation i1): no heartbeat for 8.0 s of 8 s"
+    assert heartbeats.beat("a", "i1", 8.5) is None  # it was only slow
     assert heartbeats.suspects(9.0) == ()
 
 
 def test_a_newcomer_that_never_beats_is_found_within_its_own_limit():
     heartbeats = beating("a")
-    heartbeats.expect("b", 4, 0.0, limit_s=3.0)
+    heartbeats.expect("b", "i4", 0.0, limit_s=3.0)
     for now_s in (1.0, 2.0):
-        heartbeats.beat("a", 1, now_s)
+        heartbeats.beat("a", "i1", now_s)
         assert heartbeats.suspects(now_s) == ()
-    heartbeats.beat("a", 1, 3.0)
+    heartbeats.beat("a", "i1", 3.0)
     [suspect] = heartbeats.suspects(3.0)
-    assert (suspect.worker, suspect.incarnation) == ("b", 4)
+    assert (suspect.worker, suspect.incarnation) == ("b", "i4")
     assert "no first heartbeat" in suspect.reason
 
 
@@ -58,24 +58,24 @@ def test_everyone_silent_is_said():
 
 def test_a_frozen_worker_comes_back_only_as_a_new_incarnation():
     heartbeats = beating("a")
-    heartbeats.fence("a", 1, "silent for 8 s")
+    heartbeats.fence("a", "i1", "silent for 8 s")
     assert heartbeats.live() == {}
-    refused = heartbeats.beat("a", 1, 20.0)
+    refused = heartbeats.beat("a", "i1", 20.0)
     assert refused is not None
     assert refused.reason == "silent for 8 s"
-    assert heartbeats.beat("a", 2, 20.0) is not None  # it cannot number itself
-    heartbeats.expect("a", 2, 21.0)
-    assert heartbeats.beat("a", 2, 21.0) is None
-    assert heartbeats.live() == {"a": 2}
-    late = heartbeats.beat("a", 1, 22.0)
+    assert heartbeats.beat("a", "i2", 20.0) is not None  # it cannot name itself
+    heartbeats.expect("a", "i2", 21.0)
+    assert heartbeats.beat("a", "i2", 21.0) is None
+    assert heartbeats.live() == {"a": "i2"}
+    late = heartbeats.beat("a", "i1", 22.0)
     assert late is not None
-    assert "incarnation 2 has taken its place" in late.reason
-    heartbeats.fence("a", 1, "late decision")  # touches nothing
-    assert heartbeats.live() == {"a": 2}
+    assert "incarnation i2 is expected in its place" in late.reason
+    heartbeats.fence("a", "i1", "late decision")  # touches nothing
+    assert heartbeats.live() == {"a": "i2"}
 
 
 def test_strangers_are_refused():
-    assert Heartbeats(LIMIT_S).beat("a", 1, 0.0) is not None
+    assert Heartbeats(LIMIT_S).beat("a", "i1", 0.0) is not None
 
 
 @given(
@@ -91,13 +91,13 @@ def test_workers_that_beat_survive_any_nap_of_the_manager(gap_s, before, is_tick
         now_s += TICK_S
         if int(now_s) % 2 == 0:  # a beat every quarter of the limit
             for worker in "abc":
-                heartbeats.beat(worker, 1, now_s)
+                heartbeats.beat(worker, "i1", now_s)
         assert heartbeats.suspects(now_s) == ()
     now_s += gap_s
     if is_tick_first:
         assert heartbeats.suspects(now_s) == ()
     for worker in "abc":
-        assert heartbeats.beat(worker, 1, now_s) is None
+        assert heartbeats.beat(worker, "i1", now_s) is None
     assert heartbeats.suspects(now_s) == ()
 
 
@@ -111,7 +111,7 @@ def test_a_silent_worker_is_found_whatever_naps_there_were(gaps_s, start_s):
     while found_after is None:
         now_s += gaps.pop() if gaps else TICK_S
         num_ticks += 1
-        heartbeats.beat("b", 1, now_s)
+        heartbeats.beat("b", "i1", now_s)
         if "a" in names(heartbeats, now_s):
             found_after = num_ticks
         assert num_ticks <= LIMIT_S / TICK_S + 1
@@ -132,7 +132,7 @@ def test_a_clock_that_jumps_back_condemns_nobody_and_stops_nothing(jump_s):
         st.tuples(
             st.sampled_from(["expect", "beat", "fence", "tick"]),
             st.sampled_from("ab"),
-            st.integers(1, 5),
+            st.sampled_from(["i1", "i2", "i3", "i4"]),
             st.floats(0, 5),
         ),
         max_size=60,
@@ -140,13 +140,15 @@ def test_a_clock_that_jumps_back_condemns_nobody_and_stops_nothing(jump_s):
 )
 def test_nothing_old_or_fenced_is_ever_heard_again(actions):
     heartbeats = Heartbeats(LIMIT_S)
-    newest: dict[str, int] = {}
-    fenced: set[tuple[str, int]] = set()
+    newest: dict[str, str] = {}
+    used: set[tuple[str, str]] = set()
+    fenced: set[tuple[str, str]] = set()
     now_s = 0.0
     for action, worker, incarnation, passed_s in actions:
         now_s += passed_s
-        if action == "expect" and incarnation > newest.get(worker, 0):
+        if action == "expect" and (worker, incarnation) not in used:
             heartbeats.expect(worker, incarnation, now_s)
+            used.add((worker, incarnation))
             newest[worker] = incarnation
         elif action == "fence":
             heartbeats.fence(worker, incarnation, "out")

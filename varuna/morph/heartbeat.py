@@ -1,8 +1,9 @@
 """Who is alive, from heartbeats. Pure: the time of the manager's monotonic clock is passed in.
 
-A worker is known by its name and incarnation. The manager numbers the incarnations of a worker upwards and says
-which it expects; what was fenced, or has a newer one, is refused for ever. A worker that comes back after a
-freeze learns it from the refusal of its next beat, and asks for a new incarnation.
+A worker is known by its name and incarnation, a text that is never used twice. The manager says which
+incarnation it expects under a name; every other one, and what was fenced, is refused. A worker that comes back
+after a freeze learns it from the refusal of its next beat, and asks for a new incarnation.
+
 
 Silence is measured in time that the manager itself was awake: between two calls at most ``most_gap_s`` counts.
 If the manager was frozen or starved, or its clock jumped, nobody is condemned for beats that wait to be read.
@@ -25,7 +26,7 @@ class Suspect:
     """
 
     worker: str
-    incarnation: int
+    incarnation: str
     silent_s: float
     reason: str
     all_are_silent: bool
@@ -36,7 +37,7 @@ class Refused:
     """A beat that counts for nothing; the worker is told the reason and must ask for a new incarnation."""
 
     worker: str
-    incarnation: int
+    incarnation: str
     reason: str
 
 
@@ -44,7 +45,7 @@ class Refused:
 class _Life:
     """The newest incarnation of a worker. ``heard_s`` is awake time."""
 
-    incarnation: int
+    incarnation: str
     heard_s: float
     limit_s: float
     has_beaten: bool
@@ -69,14 +70,14 @@ class Heartbeats:
         self._awake_s = 0.0
         self._last_now_s: float | None = None
 
-    def expect(self, worker: str, incarnation: int, now_s: float, *, limit_s: float | None = None) -> None:
+    def expect(self, worker: str, incarnation: str, now_s: float, *, limit_s: float | None = None) -> None:
         """A new incarnation was started; its first beat is due within ``limit_s`` (by default the usual limit).
 
-        Older incarnations of the worker are refused from here on.
+        Any other incarnation of the worker is refused from here on.
         """
         self._advance(now_s)
         known = self._lives.get(worker)
-        assert known is None or incarnation > known.incarnation, (worker, incarnation, known)
+        assert known is None or incarnation != known.incarnation, (worker, incarnation)
         self._lives[worker] = _Life(
             incarnation=incarnation,
             heard_s=self._awake_s,
@@ -84,14 +85,14 @@ class Heartbeats:
             has_beaten=False,
         )
 
-    def beat(self, worker: str, incarnation: int, now_s: float) -> Refused | None:
+    def beat(self, worker: str, incarnation: str, now_s: float) -> Refused | None:
         """A beat arrived; None if it counts."""
         self._advance(now_s)
         known = self._lives.get(worker)
-        if known is None or incarnation > known.incarnation:
+        if known is None:
             return Refused(worker=worker, incarnation=incarnation, reason="not expected: ask to join first")
-        if incarnation < known.incarnation:
-            reason = f"incarnation {known.incarnation} has taken its place"
+        if incarnation != known.incarnation:
+            reason = f"incarnation {known.incarnation} is expected in its place"
             return Refused(worker=worker, incarnation=incarnation, reason=reason)
         if known.fenced_reason:
             return Refused(worker=worker, incarnation=incarnation, reason=known.fenced_reason)
@@ -119,14 +120,14 @@ class Heartbeats:
             for worker, silent_s in sorted(silent.items(), key=lambda item: (-item[1], item[0]))
         )
 
-    def fence(self, worker: str, incarnation: int, reason: str) -> None:
-        """This incarnation is out, or left: its beats are refused from now on. A newer one is not touched."""
+    def fence(self, worker: str, incarnation: str, reason: str) -> None:
+        """This incarnation is out, or left: its beats are refused from now on. Another one is not touched."""
         assert reason, "the worker is told the reason"
         known = self._lives.get(worker)
         if known is not None and known.incarnation == incarnation:
             known.fenced_reason = known.fenced_reason or reason
 
-    def live(self) -> dict[str, int]:
+    def live(self) -> dict[str, str]:
         """Incarnation of every worker that is expected or beats and is not fenced; suspects among them."""
         return {worker: life.incarnation for worker, life in self._lives.items() if not life.fenced_reason}
 
