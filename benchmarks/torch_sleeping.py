@@ -6,7 +6,6 @@ on a tensor of ``[num_values]`` floats per micro-batch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from benchmarks.workers import Place
+from varuna.testing.emulated import compute_for
 
 TORCH_SCHEDULES = ("1f1b", "gpipe", "zbv")
 
@@ -63,12 +63,12 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        compute_for(forward_s)
         return x + 0.0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        time.sleep(ctx.backward_s)
+        compute_for(ctx.backward_s)
         return grads[0].contiguous(), torch.zeros(1), None, None
 
 
@@ -82,7 +82,7 @@ class _SleepWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        time.sleep(ctx.backward_s)
+        compute_for(ctx.backward_s)
         return torch.zeros(1), None
 
 
