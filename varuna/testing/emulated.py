@@ -33,7 +33,7 @@ _WAKE_UP_S = 0.0002
 
 
 def compute_for(seconds: float) -> None:
-    """Take a stated time, as a device's kernel would: asleep, but for the last moment, which a sleep alone misses
+    """Take a stated time, as a kernel of a device would: asleep but for the last moment, which a sleep misses
     by what waking up takes.
     """
     end_s = time.perf_counter() + seconds
