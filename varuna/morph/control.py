@@ -1,19 +1,21 @@
 """A member's side of the manager: what ``varuna.run.member.Control`` asks for, over a ``Link``.
 
 The training thread reports and waits; the link's thread takes orders meanwhile: to pause or abort the
-generation at work or being formed, and how to go on after a halt.
+generation at work or being formed, and how to go on after a halt. A worker that the manager does not want any
+more (it was fenced while it was frozen, say) gives up its generation at once and ends.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Mapping
 from typing import Protocol
 
-from varuna.errors import ConfigError
+from varuna.errors import ConfigError, RunError
 from varuna.generations import Formation, HaltReport, Verdict
-from varuna.morph.link import Link
+from varuna.morph.link import Link, Refusal
 from varuna.morph.messages import (
     Abort,
     Beat,
@@ -29,12 +31,13 @@ from varuna.morph.messages import (
     decode_to_worker,
     encode,
 )
+from varuna.morph.terminal import take_terminal
 from varuna.spec import Plan, Step
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
 
-_POLL_S = 0.5
+FENCED_STATUS = 410
 
 
 class LiveGeneration(Protocol):
@@ -58,13 +61,14 @@ class ManagedControl:
     """
 
     def __init__(self, url: str, token: str, incarnation: str) -> None:
+        self._url = url
         self._lock = threading.Lock()
         self._generation: LiveGeneration | None = None
         self._aborted: dict[int, str] = {}
         self._paused: set[int] = set()
         self._state: FromWorker | None = None
         self._description: Described | None = None
-        self._orders: queue.SimpleQueue[Form | Leave] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Form | Leave | Refusal] = queue.SimpleQueue()
         self._newest_order = -1
         self._link = Link(
             f"{url}/worker",
@@ -72,6 +76,7 @@ class ManagedControl:
             {"incarnation": incarnation},
             received=self._received,
             greeting=self._greeting,
+            refused=self._refused,
             beat=encode(Beat()),
             beat_s=BEAT_S,
         )
@@ -144,17 +149,19 @@ class ManagedControl:
 
     def _next_order(self) -> Verdict:
         while True:
-            try:
-                order = self._orders.get(timeout=_POLL_S)
-            except queue.Empty:
-                if self._link.refused:
-                    raise SystemExit(0) from None
-                continue
+            order = self._orders.get()
+            if isinstance(order, Refusal):
+                self._orders.put(order)  # it stays so
+                if order.status == FENCED_STATUS:
+                    raise SystemExit(0)
+                raise RunError(f"The manager at {self._url} refuses this worker: {order.reason}.")
             if isinstance(order, Leave):
                 self.close()
                 raise SystemExit(0)
             if order.formation.generation > self._newest_order:  # a restarted manager may repeat itself
                 self._newest_order = order.formation.generation
+                if order.formation.rank == 0:
+                    take_terminal(os.environ)
                 return Verdict(formation=order.formation, committed=order.committed)
 
     # --- the link's thread ------------------------------------------------------------------
@@ -179,3 +186,10 @@ class ManagedControl:
                 generation.abort(message.reason)
         else:
             self._orders.put(message)
+
+    def _refused(self, refusal: Refusal) -> None:
+        with self._lock:
+            generation = self._generation
+        self._orders.put(refusal)
+        if generation is not None:
+            generation.abort(f"the manager refuses this worker: {refusal.reason}")

@@ -6,7 +6,8 @@
 
 The manager may die and come back: the link connects again, first tells again what its owner's state is
 (``greeting``), then goes on with what was queued. What was sent just before a break may arrive twice or, if it
-is no part of the state, not at all.
+is no part of the state, not at all. A manager that does not want this side says so once (``Refusal``); the link
+then ends.
 """
 
 from __future__ import annotations
@@ -15,14 +16,42 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits between attempts to connect; the last one is repeated."""
 
-_CLOSE_WAIT_S = 2.0
+_STEADY_S = 1.0
+"""A connection that held for so long makes the waits begin anew."""
+
+_FLUSH_S = 2.0
+"""How long ``close`` lets a connection send what is queued."""
+
+_CONNECT_AT_CLOSE_S = 0.3
+"""How long ``close`` waits for a connection that is not there yet."""
+
+_PING_S = 10.0
+"""A connection on which the other side does not answer a ping this often is made anew."""
+
+_REFUSALS = (401, 403, 404, 410)
+REASON_HEADER = "X-Varuna-Reason"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The manager does not want this side.
+
+    Attributes:
+        status: 401: wrong token; 410: this incarnation is out; others: it is no manager of this job.
+        reason: for people.
+    """
+
+    status: int
+    reason: str
 
 
 class Link:
@@ -32,9 +61,10 @@ class Link:
         url: of the manager's socket: ``http://host:port/worker``.
         token: the job's.
         query: who this is, as query parameters.
-        received: called in the link's thread with each message.
+        received: called with each message, one after another, in a thread of the link's.
         greeting: messages that tell the manager this side's state, after each connect; called in the thread.
-        beat: a message to send every ``beat_s`` seconds.
+        refused: called once, in the thread, if the manager does not want this side.
+        beat: a message to send where nothing else was sent for ``beat_s`` seconds.
         beat_s: see ``beat``; 0 for never.
     """
 
@@ -46,6 +76,7 @@ class Link:
         *,
         received: Callable[[bytes], None],
         greeting: Callable[[], Sequence[bytes]],
+        refused: Callable[[Refusal], None] = lambda _: None,
         beat: bytes = b"",
         beat_s: float = 0.0,
     ) -> None:
@@ -54,20 +85,22 @@ class Link:
         self._query = dict(query)
         self._received = received
         self._greeting = greeting
+        self._refused = refused
         self._beat = beat
         self._beat_s = beat_s
         self._loop = asyncio.new_event_loop()
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._is_refused = ""
-        self._closing = threading.Event()
+        self._closing = asyncio.Event()
+        self._is_connected = False
+        self._refusal: Refusal | None = None
         self._thread = threading.Thread(target=self._run, name="varuna-link", daemon=True)
         self._owner_pid = os.getpid()
         self._thread.start()
 
     @property
-    def refused(self) -> str:
-        """Why the manager does not want this side any more; empty while it does."""
-        return self._is_refused
+    def refusal(self) -> Refusal | None:
+        """Why the manager does not want this side any more; None while it does."""
+        return self._refusal
 
     def send(self, data: bytes) -> None:
         """Queue a message."""
@@ -76,57 +109,80 @@ class Link:
 
     def close(self) -> None:
         """Send what is queued, if the manager is there, and end the thread. Idempotent."""
-        if os.getpid() != self._owner_pid or self._loop.is_closed():
+        if os.getpid() != self._owner_pid:
             return
-        self._closing.set()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
-        self._thread.join(_CLOSE_WAIT_S)
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_FLUSH_S + 1.0)
 
     # --- the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._keep_up())
+            self._loop.run_until_complete(self._until_closed())
         finally:
             self._loop.close()
+        if self._refusal is not None:
+            self._refused(self._refusal)
+
+    async def _until_closed(self) -> None:
+        work = asyncio.ensure_future(self._keep_up())
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await asyncio.wait((work, closing), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.wait((work,), timeout=_FLUSH_S if self._is_connected else _CONNECT_AT_CLOSE_S)
+        finally:
+            for task in (work, closing):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
     async def _keep_up(self) -> None:
         headers = {"Authorization": f"Bearer {self._token}"}
         attempt = 0
         async with aiohttp.ClientSession(headers=headers, trust_env=False) as session:
-            while not self._is_refused:
+            while True:
+                started_s = time.monotonic()
                 try:
-                    async with session.ws_connect(self._url, params=self._query, max_msg_size=0) as socket:
-                        attempt = 0
-                        if await self._talk(socket):
-                            return
-                except aiohttp.WSServerHandshakeError as error:
-                    if error.status in (401, 403, 410):
-                        self._is_refused = error.headers.get("X-Varuna-Reason", "") if error.headers else ""
-                        self._is_refused = self._is_refused or f"HTTP status {error.status}"
+                    if await self._connect_and_talk(session):
                         return
-                except (aiohttp.ClientError, OSError):
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in _REFUSALS:
+                        told = error.headers.get(REASON_HEADER, "") if error.headers else ""
+                        self._refusal = Refusal(
+                            status=error.status, reason=told or f"HTTP status {error.status}"
+                        )
+                        return
+                except (aiohttp.ClientError, OSError, TimeoutError):
                     pass  # the manager is away; it may come back
+                finally:
+                    self._is_connected = False
                 if self._closing.is_set():
                     return  # nobody to tell
+                attempt = 0 if time.monotonic() - started_s > _STEADY_S else attempt
                 await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                 attempt += 1
 
-    async def _talk(self, socket: aiohttp.ClientWebSocketResponse) -> bool:
+    async def _connect_and_talk(self, session: aiohttp.ClientSession) -> bool:
         """Send and receive until the connection breaks (False) or the owner closes the link (True)."""
-        for data in self._greeting():
-            await socket.send_bytes(data)
-        reader = asyncio.ensure_future(self._read(socket))
-        writer = asyncio.ensure_future(self._write(socket))
-        try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            return writer.done() and not writer.cancelled() and writer.exception() is None
-        finally:
-            for task in (reader, writer):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
-                    await task
+        async with session.ws_connect(
+            self._url, params=self._query, max_msg_size=0, heartbeat=_PING_S
+        ) as socket:
+            self._is_connected = True
+            for data in self._greeting():
+                await socket.send_bytes(data)
+            reader = asyncio.ensure_future(self._read(socket))
+            writer = asyncio.ensure_future(self._write(socket))
+            try:
+                await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+                return writer.done() and writer.exception() is None
+            finally:
+                for task in (reader, writer):
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
+                        await task
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in socket:

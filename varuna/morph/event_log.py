@@ -1,0 +1,93 @@
+"""What happened, numbered, for people and tests that follow: kept in memory, the oldest forgotten first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+from msgspec import Struct
+
+_NUM_KEPT = 20_000
+
+
+class LoggedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One event.
+
+    Attributes:
+        number: counts from 1 for each life of the manager.
+        at: when, UTC, ISO 8601.
+        kind: a word to filter by.
+        text: for people.
+        generation: in which it happened.
+        step_index: of the step that it is about.
+    """
+
+    number: int
+    at: str
+    kind: str
+    text: str
+    generation: int
+    step_index: int | None = None
+
+
+class EventLog:
+    """Events of one run; used from one asyncio loop."""
+
+    def __init__(self) -> None:
+        self._events: deque[LoggedEvent] = deque(maxlen=_NUM_KEPT)
+        self._newest = 0
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def add(self, kind: str, text: str, generation: int, *, step_index: int | None = None) -> None:
+        """One more."""
+        self._newest += 1
+        self._events.append(
+            LoggedEvent(
+                number=self._newest,
+                at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                kind=kind,
+                text=text,
+                generation=generation,
+                step_index=step_index,
+            )
+        )
+        self._wake()
+
+    def after(self, number: int) -> list[LoggedEvent]:
+        """Those that came after this number and are still known, oldest first."""
+        num_new = min(self._newest - number, len(self._events))
+        return [self._events[index] for index in range(len(self._events) - num_new, len(self._events))]
+
+    def newest(self, count: int, *, without: str = "") -> list[LoggedEvent]:
+        """The last ones, oldest first, leaving out one kind."""
+        found: list[LoggedEvent] = []
+        for event in reversed(self._events):
+            if len(found) == count:
+                break
+            if event.kind != without:
+                found.append(event)
+        return found[::-1]
+
+    async def follow(self, number: int) -> AsyncIterator[list[LoggedEvent]]:
+        """All after this number, as they come, until the log is closed."""
+        while True:
+            events = self.after(number)
+            if events:
+                number = events[-1].number
+                yield events
+            elif self._is_closed:
+                return
+            else:
+                await self._changed.wait()
+
+    def close(self) -> None:
+        """No more will come."""
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
