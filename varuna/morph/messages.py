@@ -124,6 +124,16 @@ class LeaveAsked(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fie
     source: str
 
 
+# --- the manager's own watch says --------------------------------------------------------
+
+
+class WorkerLost(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Nothing is heard of a worker any more: it is fenced, whether or not its process still runs."""
+
+    incarnation: str
+    reason: str
+
+
 # --- the manager says -----------------------------------------------------------------------
 
 
@@ -173,6 +183,7 @@ class JobEnded(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
 
 FromWorker = Beat | Described | Ready | Formed | StepDone | Halted
 FromAgent = WorkerStarted | WorkerExited | LeaveAsked
+FromWatch = WorkerLost
 ToWorker = Pause | Abort | Form | Leave
 ToAgent = StopWorker | StartWorker | JobEnded
 

@@ -1,0 +1,462 @@
+"""The manager's state machine against workers that behave as members do: scripted and random histories."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.morph.world import NUM_SECTIONS, Worker, World
+from varuna.generations import HaltReport
+from varuna.morph.instructions import Send
+from varuna.morph.messages import Abort, Halted, JobEnded, Leave, LeaveAsked, Pause, StopWorker
+from varuna.morph.phases import ENDED, Phase
+from varuna.morph.policy import Policy
+from varuna.morph.record import WorkerStatus
+
+
+def started(num_founders: int = 3, **options: object) -> World:
+    """A world whose first generation runs."""
+    world = World(num_founders, **options)  # type: ignore[arg-type]
+    run(world, lambda: world.manager.job.phase is Phase.RUNNING)
+    return world
+
+
+def run(world: World, until: Callable[[], bool]) -> None:
+    """Let everything happen in turn until something holds."""
+    for count in itertools.count():
+        if until():
+            return
+        actions = world.actions()
+        assert actions, f"nothing happens any more in {world.manager.job.phase}: {world.manager.job.reason}"
+        actions[count % len(actions)]()
+        assert count < 5_000, "it never happens"
+
+
+def check_done(world: World) -> None:
+    world.drain()
+    assert world.manager.job.phase is Phase.DONE, (world.manager.job.reason, world.faults)
+    assert len(world.ledger) == world.num_steps
+    for worker in world.workers.values():
+        if worker.ended_well and worker.num_applied == world.num_steps:
+            assert set(worker.versions.values()) <= {world.num_steps}
+    assert world.ended_agents == set(world.agents)
+
+
+def sent(world: World, kind: type) -> list[str]:
+    """Who would get a message of a kind if it was sent now: unread inboxes."""
+    return [
+        worker.name
+        for worker in world.workers.values()
+        if any(isinstance(message, kind) for message in worker.inbox)
+    ]
+
+
+def members(world: World) -> list[str]:
+    return [member.incarnation for member in world.manager.job.members()]
+
+
+def told(world: World, kind: str) -> list[str]:
+    return [tell.text for tell in world.tells if tell.kind == kind]
+
+
+def test_an_undisturbed_job() -> None:
+    world = started(4)
+    check_done(world)
+    assert set(world.ledger) == {0}
+    assert world.manager.job.generation.number == 0
+
+
+def test_a_death_aborts_the_others_and_they_go_on() -> None:
+    world = started(4, num_steps=4)
+    world.kill(world.workers["w2"])
+    run(world, lambda: world.manager.job.phase is Phase.ENDING)
+    assert world.manager.job.generation.number == 0
+    run(world, lambda: world.manager.job.phase is Phase.RUNNING)
+    assert members(world) == ["w0", "w1", "w3"]
+    check_done(world)
+
+
+def test_the_manager_waits_for_all_reports_and_never_for_the_dead() -> None:
+    world = started(4)
+    world.kill(world.workers["w1"])
+    world.freeze(world.workers["w3"])
+    run(world, lambda: not world.actions())
+    assert world.manager.job.phase is Phase.ENDING
+    assert set(world.manager.job.generation.reports) == {"w0", "w2"}
+    world.kill(world.workers["w3"])
+    run(world, lambda: world.manager.job.phase is Phase.RUNNING)
+    assert members(world) == ["w0", "w2"]
+    check_done(world)
+
+
+def test_who_does_not_report_is_fenced() -> None:
+    world = started(4, policy=Policy(halt_limit_s=7.0))
+    world.kill(world.workers["w1"])
+    world.freeze(world.workers["w3"])
+    run(world, lambda: not world.actions())
+    world.advance(6.9)
+    assert world.manager.job.phase is Phase.ENDING
+    world.advance(0.2)
+    assert world.manager.job.workers["w3"].is_fenced
+    assert not world.workers["w3"].is_alive, "its agent was not told to kill it"
+    check_done(world)
+
+
+def test_a_spontaneous_halt_ends_the_generation() -> None:
+    world = started(3)
+    world._halt(world.workers["w1"], "it lost sight of w2")
+    run(world, lambda: world.manager.job.phase is Phase.ENDING)
+    assert set(sent(world, Abort)) >= {"w0", "w2"} - set(world.manager.job.generation.reports)
+    check_done(world)
+    assert len(set(world.ledger)) >= 1
+    assert world.manager.job.generation.number == 1
+
+
+def test_a_notice_pauses_after_a_step_and_the_worker_leaves() -> None:
+    world = started(4, stages=(1,), num_steps=8)
+    world.notice(world.workers["w3"], 120.0)
+    run(world, lambda: world.manager.job.phase is Phase.PAUSING)
+    assert sent(world, Pause) == ["w0", "w1", "w2", "w3"]
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    assert world.manager.job.workers["w3"].status is WorkerStatus.LEAVING
+    assert members(world) == ["w0", "w1", "w2"]
+    check_done(world)
+    assert world.workers["w3"].ended_well
+    assert not told(world, "ending"), "nothing was given up"
+
+
+def test_the_last_holder_gives_its_sections_away_before_it_leaves() -> None:
+    world = started(2, stages=(1, 1, 2), num_steps=8)
+    stage = world.workers["w1"].plan.stage_of(1)  # type: ignore[union-attr]
+    assert stage is not None
+    assert stage.first_section > 0, "both have everything: nothing to show"
+    world.notice(world.workers["w1"], 0.0)
+    run(world, lambda: world.manager.job.generation.number == 1)
+    assert world.manager.job.generation.givers == ("w1",)
+    run(world, lambda: world.manager.job.generation.number == 2)
+    assert members(world) == ["w0"]
+    check_done(world)
+    assert world.workers["w1"].ended_well
+    assert world.ledger.count(1) == 1, "it left after one more step"
+
+
+def test_who_is_needed_stays_until_a_newcomer_comes() -> None:
+    world = started(2, least=2, stages=(1,), num_steps=8)
+    world.notice(world.workers["w1"], 100.0)
+    run(world, lambda: bool(told(world, "decision")))
+    assert world.manager.job.phase is Phase.RUNNING
+    assert "still needed" in told(world, "decision")[0]
+    world.join()
+    run(world, lambda: world.manager.job.generation.number == 1)
+    assert members(world) == ["w0", "w2"]
+    check_done(world)
+
+
+def test_two_notices_are_one_morph() -> None:
+    world = started(4, stages=(1,), num_steps=8)
+    world.notice(world.workers["w1"], 100.0)
+    world.notice(world.workers["w2"], 100.0)
+    run(world, lambda: world.manager.job.generation.number == 1)
+    assert members(world) == ["w0", "w3"]
+    check_done(world)
+    assert world.manager.job.generation.number == 1
+
+
+def test_a_notice_of_a_machine_is_of_all_its_workers() -> None:
+    world = started(4, stages=(1,), num_steps=8)
+    world.notice(world.workers["w1"], 100.0, by_machine=True)
+    run(world, lambda: world.manager.job.generation.number == 1)
+    assert members(world) == ["w0", "w2"]
+    check_done(world)
+
+
+def test_a_step_that_would_end_too_late_is_given_up() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.notice(world.workers["w2"], 10.0)
+    run(world, lambda: world.manager.job.phase is Phase.PAUSING)
+    world.advance(8.0)
+    assert world.manager.job.phase is Phase.PAUSING
+    world.advance(1.5)
+    assert world.manager.job.phase is Phase.ENDING
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    assert members(world) == ["w0", "w1"]
+    check_done(world)
+
+
+def test_a_leaver_that_dies_is_a_death() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.notice(world.workers["w2"], 10.0)
+    run(world, lambda: world.manager.job.phase is Phase.PAUSING)
+    world.kill(world.workers["w2"])
+    check_done(world)
+
+
+def test_a_newcomer_joins_after_the_others_in_rank() -> None:
+    world = started(3, stages=(1,), num_steps=9)
+    world.join()
+    run(world, lambda: world.manager.job.generation.number == 1)
+    assert members(world) == ["w0", "w1", "w2", "w3"]
+    assert not told(world, "ending")
+    check_done(world)
+    assert world.workers["w3"].ended_well
+    assert world.workers["w3"].num_applied == 9
+
+
+def test_a_newcomer_that_would_not_help_stays_out() -> None:
+    world = started(3, stages=(3,), num_steps=5)  # 4 workers make one pipeline of 3 stages as 3 do
+    world.join()
+    check_done(world)
+    assert set(world.ledger) == {0}
+    assert any("stay" in text for text in told(world, "decision"))
+
+
+def test_too_few_wait_for_a_newcomer() -> None:
+    world = started(2, least=2, stages=(1,))
+    world.kill(world.workers["w0"])
+    run(world, lambda: world.manager.job.phase is Phase.WAITING)
+    assert "2" in world.manager.job.reason
+    world.drain()
+    assert world.manager.job.phase is Phase.WAITING
+    world.join()
+    run(world, lambda: world.manager.job.phase is Phase.RUNNING)
+    assert members(world) == ["w1", "w2"]
+    check_done(world)
+
+
+def test_lost_sections_are_named() -> None:
+    world = started(2, stages=(1, 1, 2))
+    world.kill(world.workers["w1"])
+    world.drain()
+    assert world.manager.job.phase is Phase.FAILED
+    assert "sections 2, 3" in world.manager.job.reason
+    assert "w1 (was ended by signal 9)" in world.manager.job.reason
+
+
+def test_a_failing_script_ends_the_job_at_once() -> None:
+    world = started(3)
+    world.fail(world.workers["w1"])
+    run(world, lambda: world.manager.job.phase is Phase.FAILED)
+    assert "ValueError: the user's" in world.manager.job.reason
+    assert world.ended_agents == set(world.agents)
+
+
+def test_a_newcomer_that_fails_ends_nothing() -> None:
+    world = started(3, stages=(1,))
+    world.join()
+    world.fail(world.workers["w3"])
+    check_done(world)
+
+
+def test_newcomers_that_fail_alike_while_the_job_waits_end_it() -> None:
+    world = started(2, least=2, stages=(1,))
+    world.kill(world.workers["w1"])
+    run(world, lambda: world.manager.job.phase is Phase.WAITING)
+    for name in ("w2", "w3", "w4"):
+        assert world.manager.job.phase is Phase.WAITING
+        world.join()
+        world.fail(world.workers[name])
+        world.drain()
+    assert world.manager.job.phase is Phase.FAILED
+    assert "ValueError" in world.manager.job.reason
+
+
+def test_a_newcomer_that_dies_while_it_joins_delays_nobody() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.join()
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    world.kill(world.workers["w3"])
+    check_done(world)
+    assert world.manager.job.generation.number == 2
+
+
+def test_deaths_while_a_generation_forms() -> None:
+    world = started(4, stages=(1,), num_steps=8)
+    world.kill(world.workers["w3"])
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    world.kill(world.workers["w0"])
+    check_done(world)
+    assert members(world) == []
+    assert world.manager.job.generation.members == ("w1", "w2")
+
+
+def test_a_fenced_worker_is_sent_away() -> None:
+    world = started(3, stages=(1,))
+    world.lose(world.workers["w2"])
+    late = Halted(
+        report=HaltReport(
+            generation=0,
+            num_applied=3,
+            reduced_step=None,
+            committed_step=7,
+            committed="no",
+            held_sections=(0, 1, 2, 3),
+            reason="thawed",
+        )
+    )
+    instructions = world.manager.handle("w2", late, world.now_s)
+    assert [type(one.message) for one in instructions if isinstance(one, Send)] == [Leave]
+    check_done(world)
+
+
+def test_messages_of_another_generation_change_nothing() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.kill(world.workers["w2"])
+    run(world, lambda: world.manager.job.phase is Phase.RUNNING and world.manager.job.generation.number == 1)
+    before = world.snapshot()
+    for generation in (0, 2):
+        report = HaltReport(
+            generation=generation,
+            num_applied=1,
+            reduced_step=None,
+            committed_step=None,
+            committed="",
+            held_sections=(),
+            reason="late",
+        )
+        world.manager.handle("w1", Halted(report=report), world.now_s)
+    assert world.snapshot() == before
+
+
+def test_a_founder_lost_before_the_job_has_begun() -> None:
+    world = World(3)
+    world.kill(world.workers["w1"])
+    world.workers["w1"].outbox.clear()
+    for worker in world.workers.values():
+        worker.frozen = True
+    for _ in range(10):
+        for action in world.actions()[:1]:
+            action()
+    world.advance(1.0)
+    assert world.manager.job.phase is Phase.FOUNDING
+    world.advance(5.0)
+    assert world.manager.job.phase is Phase.FAILED
+    assert "before the first generation" in world.manager.job.reason
+
+
+def test_replacements_are_asked_for() -> None:
+    world = started(3, stages=(1,), num_steps=9, policy=Policy(replace_lost=True))
+    world.kill(world.workers["w1"])
+    run(world, lambda: len(world.workers) == 4)
+    assert world.workers["w3"].agent == world.workers["w1"].agent
+    check_done(world)
+
+
+def test_what_was_missed_is_said_again() -> None:
+    world = started(3, stages=(1,))
+    world.notice(world.workers["w2"], 100.0)
+    run(world, lambda: world.manager.job.phase is Phase.PAUSING)
+    again = world.manager.repeat_for("w0")
+    assert [one.message for one in again if isinstance(one, Send)] == [Pause(generation=0)]
+    world.kill(world.workers["w1"])
+    run(world, lambda: world.manager.job.phase is Phase.ENDING)
+    assert isinstance(world.manager.repeat_for("w0")[0].message, Abort)  # type: ignore[union-attr]
+    world.manager.handle("m0", LeaveAsked(incarnation="nobody", source="test"), world.now_s)
+    check_done(world)
+    assert world.manager.repeat_for("m0") == (Send(recipient="m0", message=JobEnded(failure="")),)
+
+
+def test_a_fenced_worker_is_stopped_again_when_its_agent_is_back() -> None:
+    world = started(3, stages=(1,))
+    world.lose(world.workers["w2"])
+    world.agents["m0"].clear()  # its end is not known yet
+    (again,) = world.manager.repeat_for("m0")
+    assert again == Send(recipient="m0", message=StopWorker(incarnation="w2"))
+
+
+# --- random histories -----------------------------------------------------------------------
+
+FAULTS = ("kill", "notice", "machine", "freeze", "lose", "join", "fail", "restart", "break", "time", "thaw")
+
+
+def inject(world: World, number: int) -> None:
+    """One fault, picked by a number."""
+    kind = FAULTS[number % len(FAULTS)]
+    alive = [worker for worker in world.workers.values() if worker.is_alive]
+    if kind == "join":
+        if len(world.workers) < 8:
+            world.join()
+    elif kind == "restart":
+        world.restart()
+    elif kind == "time":
+        world.advance((number // len(FAULTS) % 8) * 0.9)
+    elif alive:
+        _hurt(world, kind, alive[number // len(FAULTS) % len(alive)], number)
+
+
+def _hurt(world: World, kind: str, worker: Worker, number: int) -> None:
+    if kind == "kill":
+        world.kill(worker)
+    elif kind == "notice":
+        world.notice(worker, (0.0, 3.0, 30.0)[number % 3])
+    elif kind == "machine":
+        world.notice(worker, (0.0, 3.0, 30.0)[number % 3], by_machine=True)
+    elif kind == "freeze":
+        world.freeze(worker)
+    elif kind == "thaw":
+        for one in world.workers.values():
+            one.frozen = False
+    elif kind == "lose":
+        world.lose(worker)
+    elif kind == "fail":
+        if number % 5 == 0:
+            world.fail(worker)
+    elif kind == "break":
+        world.reconnect(worker)
+
+
+CHOICES = st.lists(st.integers(0, 10_000), max_size=250)
+JOBS = st.fixed_dictionaries(
+    {
+        "num_founders": st.integers(2, 5),
+        "least": st.integers(1, 2),
+        "stages": st.sampled_from([(1,), (2, 1, 3), (1, 2), (2,)]),
+        "policy": st.sampled_from([Policy(), Policy(replace_lost=True)]),
+    }
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(choices=CHOICES, rarity=st.integers(6, 40), options=JOBS)
+def test_any_history_ends_well_or_says_why(choices: list[int], rarity: int, options: dict[str, Any]) -> None:
+    world = World(**options)
+    for choice in choices:
+        actions = world.actions()
+        if choice % rarity == 0 or not actions:
+            inject(world, choice // rarity)
+        else:
+            actions[choice % len(actions)]()
+    world.drain()
+    job = world.manager.job
+    assert job.phase in ENDED or job.phase is Phase.WAITING, (job.phase, job.reason, world.faults)
+    assert job.reason
+    assert len(world.ledger) == job.num_committed
+    if job.phase is Phase.DONE:
+        assert len(world.ledger) == world.num_steps
+    if job.phase is Phase.WAITING:
+        held = set().union(*(world.workers[name].versions for name in members(world)))
+        assert held == set(range(NUM_SECTIONS)), "waits, though nobody could go on"
+    world.restart()
+
+
+def test_a_machine_without_faults_is_done_for_every_order() -> None:
+    """Messages between different senders in many orders; no fault, so nothing but DONE is right."""
+    for seed in range(40):
+        world = World(3, num_steps=3)
+        number = seed * 7919 + 13
+        while actions := world.actions():
+            number = number * 1103515245 + 12345 & 0x7FFFFFFF
+            actions[(number >> 8) % len(actions)]()
+        assert world.manager.job.phase is Phase.DONE
+        assert world.ledger == [0, 0, 0]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_phase_has_an_exit_or_is_an_end(phase: Phase) -> None:
+    from varuna.morph.phases import TRANSITIONS
+
+    assert bool(TRANSITIONS[phase]) != (phase in ENDED)

@@ -1,0 +1,551 @@
+"""A world for the manager: workers that behave as ``varuna.run.member`` does, agents, and the network.
+
+Nothing here has a thread or a clock. ``World.actions`` lists what could happen next; whoever drives the world
+picks. A worker's sections carry the number of updates they have had, so an update that is lost, made twice, or
+made on state of another step shows at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from varuna.errors import PlanError
+from varuna.generations import Formation, HaltReport, SectionTransfer
+from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
+from varuna.morph.messages import (
+    Abort,
+    Described,
+    Form,
+    Formed,
+    FromAgent,
+    FromWatch,
+    FromWorker,
+    Halted,
+    JobEnded,
+    Leave,
+    LeaveAsked,
+    Pause,
+    Ready,
+    StartWorker,
+    StepDone,
+    StopWorker,
+    ToWorker,
+    WorkerExited,
+    WorkerLost,
+    WorkerStarted,
+)
+from varuna.morph.phases import ENDED
+from varuna.morph.planning import Planned
+from varuna.morph.policy import Policy
+from varuna.morph.record import JobRecord, WorkerStatus
+from varuna.morph.state import Manager
+from varuna.plan.layout import simple_plan
+from varuna.spec import Plan, SectionSpec
+
+NUM_SECTIONS = 4
+BATCH_SIZE = 8
+Action = Callable[[], None]
+Message = FromWorker | FromAgent | FromWatch
+
+SECTIONS = tuple(
+    SectionSpec(
+        index=index,
+        name=str(index),
+        parameter_names=(f"p{index}",),
+        parameter_bytes=10 + index,
+        forward_flops=1.0,
+        output_bytes=1,
+    )
+    for index in range(NUM_SECTIONS)
+)
+DESCRIBED = Described(sections=SECTIONS, batch_size=BATCH_SIZE, dataset_length=100, seed=3)
+
+
+@functools.cache
+def plan_of(num_workers: int, num_stages: int) -> Plan:
+    return simple_plan(
+        sections=SECTIONS,
+        num_workers=num_workers,
+        batch_size=BATCH_SIZE,
+        num_stages=num_stages,
+        micro_batch_size=1,
+    ).plan
+
+
+def planner(least: int, stages: tuple[int, ...]) -> Callable[[int, Described], Planned]:
+    """Plans for ``least`` workers or more; the number of stages changes with the number of workers."""
+
+    def plan_for(num_workers: int, _: Described) -> Planned:
+        if num_workers < least:
+            raise PlanError(f"{num_workers} workers are too few: it takes {least}.")
+        wanted = stages[num_workers % len(stages)]
+        return Planned(plan=plan_of(num_workers, min(wanted, num_workers)))
+
+    return plan_for
+
+
+@dataclass
+class Worker:
+    """A process. ``versions`` has, per section that it holds, the number of updates that were made to it."""
+
+    name: str
+    agent: str
+    is_newcomer: bool
+    mode: str = "starting"  # starting, ready, meeting, moving, opening, running, halted, ended
+    generation: int = -1
+    formation: Formation | None = None
+    plan: Plan | None = None
+    num_moved: int = 0
+    num_applied: int = 0
+    reduced: bool = False
+    returned: bool = False  # the commit of the step under way has returned here
+    committed_step: int | None = None
+    committed: str = ""
+    has_state: bool = False
+    pause: bool = False
+    frozen: bool = False
+    is_alive: bool = True
+    ended_well: bool = False
+    asked_pause: set[int] = field(default_factory=set)
+    aborted: set[int] = field(default_factory=set)
+    versions: dict[int, int] = field(default_factory=dict)
+    newest_form: int = -1
+    state: FromWorker | None = None  # what it says again when it connects again
+    outbox: deque[FromWorker] = field(default_factory=deque)
+    inbox: deque[ToWorker] = field(default_factory=deque)
+    orders: deque[Form | Leave] = field(default_factory=deque)  # read by the training thread when it waits
+
+
+@dataclass
+class Record:
+    """What a generation's collectives remember: who came, who contributed with which wish to pause."""
+
+    members: tuple[str, ...]
+    met: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    begun: dict[int, set[str]] = field(default_factory=dict)
+    contributed: dict[int, dict[str, bool]] = field(default_factory=dict)
+
+
+class World:
+    """Workers, agents, network and the manager.
+
+    Args:
+        num_founders: workers of generation 0.
+        num_steps: after which a worker's script ends.
+        least: workers without which there is no plan.
+        stages: numbers of stages, by number of workers.
+        policy: of the manager.
+    """
+
+    def __init__(
+        self,
+        num_founders: int,
+        *,
+        num_steps: int = 5,
+        least: int = 1,
+        stages: tuple[int, ...] = (2, 1, 3),
+        policy: Policy | None = None,
+    ) -> None:
+        self.plan_for = planner(least, stages)
+        self.policy = policy or Policy(replace_lost=False)
+        self.manager = Manager(self.plan_for, policy=self.policy)
+        self.now_s = 0.0
+        self.num_steps = num_steps
+        self.workers: dict[str, Worker] = {}
+        self.agents: dict[str, deque[FromAgent]] = {"m0": deque(), "m1": deque()}
+        self.generations: dict[int, Record] = {}
+        self.ledger: list[int] = []  # per step, the generation in which it was committed
+        self.tells: list[Tell] = []
+        self.log: list[tuple[str, Message | None, float]] = []  # what a journal would have
+        self.ended_agents: set[str] = set()
+        self.faults: list[str] = []
+        self.newest_commit = 0
+        plan = self.plan_for(max(num_founders, least), DESCRIBED).plan
+        names = tuple(self._start(f"w{index}", index) for index in range(num_founders))
+        self.generations[0] = Record(members=names, met=set(names), moved=set(names))
+        for rank, name in enumerate(names):
+            worker = self.workers[name]
+            worker.mode, worker.generation, worker.plan = "opening", 0, plan
+            stage = plan.stage_of(rank)
+            if stage is not None:
+                worker.versions = dict.fromkeys(range(stage.first_section, stage.end_section), 0)
+        self.workers["w0"].outbox.append(DESCRIBED)
+
+    # --- the manager ------------------------------------------------------------------------
+
+    def deliver(self, sender: str, message: Message) -> None:
+        record = self.manager.job.workers.get(sender)
+        is_out = record is not None and record.status is WorkerStatus.GONE and not record.ended_well
+        before = self.snapshot() if is_out else b""
+        self.log.append((sender, message, self.now_s))
+        self._obey(self.manager.handle(sender, message, self.now_s))
+        if is_out:
+            assert self.snapshot() == before, f"{sender} is out, but its {message} changed something"
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        before = self.snapshot()
+        instructions = self.manager.tick(self.now_s)
+        if instructions:
+            self.log.append(("", None, self.now_s))
+        else:
+            assert self.snapshot() == before, "time alone changed something, and nobody was told"
+        self._obey(instructions)
+
+    def snapshot(self) -> bytes:
+        return msgspec.json.encode(self.manager.job, order="deterministic")
+
+    def restart(self) -> None:
+        """The manager dies and comes back with what its journal says."""
+        fresh = Manager(self.plan_for, policy=self.policy)
+        for sender, message, at_s in self.log:
+            if message is None:
+                fresh.tick(at_s)
+            else:
+                fresh.handle(sender, message, at_s)
+        assert fresh.job == self.manager.job
+        stored = msgspec.json.decode(self.snapshot(), type=JobRecord)
+        assert stored == self.manager.job
+        self.manager = Manager(self.plan_for, policy=self.policy, job=stored)
+        for worker in self.workers.values():
+            if worker.is_alive:
+                self.reconnect(worker)
+        for agent in self.agents:
+            self._obey(self.manager.repeat_for(agent))
+
+    def reconnect(self, worker: Worker) -> None:
+        """A connection broke: both sides say again where they stand."""
+        if worker.state is not None:
+            worker.outbox.append(worker.state)
+        self._obey(self.manager.repeat_for(worker.name))
+
+    def _obey(self, instructions: tuple[Instruction, ...]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Tell):
+                self.tells.append(instruction)
+            elif isinstance(instruction, StepsCommitted):
+                assert instruction.first_step == len(self.ledger), (instruction, self.ledger)
+                count = instruction.end_step - instruction.first_step
+                self.ledger += [instruction.generation] * count
+            elif isinstance(instruction, StepsUndone):
+                assert instruction.first_step < len(self.ledger), (instruction, self.ledger)
+                del self.ledger[instruction.first_step :]
+            else:
+                self._carry(instruction)
+
+    def _carry(self, instruction: Send) -> None:
+        message = instruction.message
+        if isinstance(message, StopWorker):
+            if self.workers[message.incarnation].is_alive:
+                self._exit(self.workers[message.incarnation], -9)
+        elif isinstance(message, JobEnded):
+            self.ended_agents.add(instruction.recipient)
+        elif isinstance(message, StartWorker):
+            assert message.count == 1
+            self.join(instruction.recipient)
+        else:
+            worker = self.workers[instruction.recipient]
+            if isinstance(message, Form):
+                number = message.formation.generation
+                if number not in self.generations:
+                    names = [
+                        send.recipient for send in self._forms_of(number) if send.recipient in self.workers
+                    ]
+                    self.generations[number] = Record(members=tuple(names))
+            worker.inbox.append(message)
+
+    def _forms_of(self, number: int) -> list[Send]:
+        generation = self.manager.job.generation
+        assert generation.number == number
+        return [Send(recipient=name, message=form) for name, form in generation.forms.items()]
+
+    # --- what people and clouds do ----------------------------------------------------------
+
+    def _start(self, name: str, rank: int | None, agent: str = "") -> str:
+        agent = agent or f"m{len(self.workers) % 2}"
+        self.workers[name] = Worker(name=name, agent=agent, is_newcomer=rank is None)
+        self.agents[agent].append(WorkerStarted(incarnation=name, machine=agent, rank=rank))
+        return name
+
+    def join(self, agent: str = "") -> None:
+        name = self._start(f"w{len(self.workers)}", None, agent)
+        self.faults.append(f"join {name}")
+
+    def kill(self, worker: Worker) -> None:
+        self.faults.append(f"kill {worker.name} {worker.mode}")
+        self._exit(worker, -9)
+
+    def fail(self, worker: Worker) -> None:
+        self.faults.append(f"fail {worker.name}")
+        self._exit(worker, 1, "ValueError: the user's")
+
+    def notice(self, worker: Worker, deadline_s: float, by_machine: bool = False) -> None:
+        self.faults.append(f"notice {worker.name} {deadline_s}")
+        self.agents[worker.agent].append(
+            LeaveAsked(
+                incarnation="" if by_machine else worker.name,
+                machine=worker.agent if by_machine else "",
+                deadline_s=deadline_s,
+                source="test",
+            )
+        )
+
+    def freeze(self, worker: Worker) -> None:
+        self.faults.append(f"freeze {worker.name}")
+        worker.frozen = True
+
+    def lose(self, worker: Worker) -> None:
+        """No heartbeat of a worker, which may be alive and well."""
+        self.faults.append(f"lose {worker.name}")
+        self.deliver("", WorkerLost(incarnation=worker.name, reason="no heartbeat"))
+
+    def _exit(self, worker: Worker, code: int, failure: str = "") -> None:
+        worker.is_alive = False
+        worker.mode = "ended"
+        worker.ended_well = code == 0
+        worker.inbox.clear()
+        self.agents[worker.agent].append(WorkerExited(incarnation=worker.name, code=code, failure=failure))
+
+    # --- what can happen next ---------------------------------------------------------------
+
+    def actions(self) -> list[Action]:
+        """Everything that goes on by itself."""
+        found: list[Action] = []
+        for agent, queue in self.agents.items():
+            if queue:
+                found.append(functools.partial(self._deliver_agent, agent))
+        for worker in self.workers.values():
+            if worker.outbox and not worker.frozen:
+                found.append(functools.partial(self._deliver_worker, worker))
+            if not worker.is_alive or worker.frozen:
+                continue
+            if worker.inbox:
+                found.append(functools.partial(self._receive, worker))
+            found += self._own_actions(worker)
+        return found
+
+    def _deliver_agent(self, agent: str) -> None:
+        self.deliver(agent, self.agents[agent].popleft())
+
+    def _deliver_worker(self, worker: Worker) -> None:
+        self.deliver(worker.name, worker.outbox.popleft())
+
+    def _receive(self, worker: Worker) -> None:
+        message = worker.inbox.popleft()
+        if isinstance(message, Pause):
+            worker.asked_pause.add(message.generation)
+        elif isinstance(message, Abort):
+            worker.aborted.add(message.generation)
+        else:
+            worker.orders.append(message)
+
+    def _follow(self, worker: Worker) -> None:
+        order = worker.orders.popleft()
+        if isinstance(order, Leave):
+            self._exit(worker, 0)
+        elif order.formation.generation > worker.newest_form:
+            worker.newest_form = order.formation.generation
+            self._take(worker, order)
+
+    def _own_actions(self, worker: Worker) -> list[Action]:
+        act = functools.partial
+        if worker.mode == "starting":
+            return [act(self._become_ready, worker)]
+        if worker.mode in ("ready", "halted"):
+            return [act(self._follow, worker)] if worker.orders else []
+        found: list[Action] = []
+        record = self.generations[worker.generation]
+        is_broken = worker.generation in worker.aborted
+        others = [self.workers[name] for name in record.members if name != worker.name]
+        if not worker.returned and (is_broken or any(self._is_lost(other, worker) for other in others)):
+            found.append(act(self._halt, worker, "a peer is lost"))
+        if is_broken and not worker.returned:
+            return found
+        if worker.mode == "meeting":
+            if record.met >= set(record.members):
+                found.append(act(self._begin_moving, worker))
+        elif worker.mode == "moving":
+            found += self._transfers(worker, record)
+        elif worker.mode == "opening":
+            if record.moved >= set(record.members):
+                found.append(act(self._formed, worker))
+        elif worker.returned:
+            found.append(act(self._update_done, worker))
+        elif worker.num_applied == self.num_steps:
+            found.append(act(self._exit, worker, 0))
+        elif not worker.reduced:
+            begun = record.begun.setdefault(worker.num_applied, set())
+            if worker.name not in begun:
+                found.append(act(begun.add, worker.name))
+            elif begun >= set(record.members):
+                found.append(act(self._reduce, worker, record))
+        elif set(record.contributed.get(worker.num_applied, {})) >= set(record.members):
+            found.append(act(self._return_commit, worker, record))
+        return found
+
+    @staticmethod
+    def _is_lost(other: Worker, worker: Worker) -> bool:
+        """Whether ``worker`` may notice that it waits in vain for ``other``."""
+        if not other.is_alive:
+            return not other.ended_well or other.num_applied <= worker.num_applied - 1
+        if worker.mode == "meeting" and other.generation < worker.generation:
+            return False  # it has not come yet
+        return other.generation != worker.generation or other.mode == "halted"
+
+    # --- what a worker does -----------------------------------------------------------------
+
+    def _say(self, worker: Worker, message: FromWorker, *, is_state: bool = True) -> None:
+        worker.outbox.append(message)
+        if is_state:
+            worker.state = message
+
+    def _become_ready(self, worker: Worker) -> None:
+        worker.mode = "ready"
+        self._say(worker, Ready(digest="d"))
+
+    def _take(self, worker: Worker, form: Form) -> None:
+        formation = form.formation
+        if worker.reduced:
+            if form.committed:
+                step = json.loads(form.committed)["step_index"]
+                assert step == worker.num_applied
+                worker.committed_step, worker.committed = step, form.committed
+                self._update(worker)
+            worker.reduced = False
+        assert not worker.has_state or worker.num_applied == formation.next_step, (worker, formation)
+        worker.formation, worker.plan, worker.generation = formation, formation.plan, formation.generation
+        worker.mode, worker.num_moved, worker.returned = "meeting", 0, False
+        self.generations[formation.generation].met.add(worker.name)
+
+    def _begin_moving(self, worker: Worker) -> None:
+        assert worker.formation is not None
+        state_holder = self.generations[worker.generation].members[worker.formation.state_rank]
+        assert self.workers[state_holder].has_state, "the job's state is taken from one that has none"
+        given = {one.section_index for one in worker.formation.transfers if one.source == worker.formation.rank}
+        self._keep_only(worker, self._wanted(worker) | given)
+        worker.mode = "moving"
+
+    def _wanted(self, worker: Worker) -> set[int]:
+        assert worker.formation is not None
+        stage = worker.formation.plan.stage_of(worker.formation.rank)
+        return set() if stage is None else set(range(stage.first_section, stage.end_section))
+
+    def _keep_only(self, worker: Worker, sections: set[int]) -> None:
+        worker.versions = {index: count for index, count in worker.versions.items() if index in sections}
+
+    def _transfers(self, worker: Worker, record: Record) -> list[Action]:
+        """The next transfer of this worker, if the other side is at it too; it is carried out on both."""
+        formation = worker.formation
+        assert formation is not None
+        mine = self._mine(worker)
+        if worker.num_moved == len(mine):
+            return [functools.partial(self._end_moving, worker, record)]
+        transfer = mine[worker.num_moved]
+        if transfer.source != formation.rank:
+            return []
+        other = self.workers[record.members[transfer.destination]]
+        theirs = self._mine(other) if other.generation == worker.generation and other.mode == "moving" else ()
+        if not other.is_alive or other.num_moved >= len(theirs) or theirs[other.num_moved] != transfer:
+            return []
+
+        def move() -> None:
+            index = transfer.section_index
+            assert index not in other.versions, "it was there already"
+            assert worker.versions[index] == formation.next_step, "state of another step"
+            other.versions[index] = worker.versions[index]
+            worker.num_moved += 1
+            other.num_moved += 1
+
+        return [move] if not other.frozen else []
+
+    def _mine(self, worker: Worker) -> tuple[SectionTransfer, ...]:
+        formation = worker.formation
+        assert formation is not None
+        return tuple(one for one in formation.transfers if formation.rank in (one.source, one.destination))
+
+    def _end_moving(self, worker: Worker, record: Record) -> None:
+        self._keep_only(worker, self._wanted(worker))
+        assert set(worker.versions) == self._wanted(worker)
+        worker.mode = "opening"
+        record.moved.add(worker.name)
+
+    def _formed(self, worker: Worker) -> None:
+        if worker.formation is not None:
+            worker.num_applied = worker.formation.next_step if not worker.has_state else worker.num_applied
+        worker.has_state = True
+        worker.mode, worker.reduced, worker.returned = "running", False, False
+        plan = worker.plan if worker.generation == 0 else None
+        self._say(worker, Formed(generation=worker.generation, plan=plan))
+
+    def _reduce(self, worker: Worker, record: Record) -> None:
+        worker.reduced = True
+        wish = worker.generation in worker.asked_pause
+        record.contributed.setdefault(worker.num_applied, {})[worker.name] = wish
+
+    def _return_commit(self, worker: Worker, record: Record) -> None:
+        step = worker.num_applied
+        if self.manager.job.workers[worker.name].status is not WorkerStatus.GONE:
+            assert worker.generation >= self.newest_commit, "two generations train at once"
+            self.newest_commit = worker.generation
+        pause = any(record.contributed[step].values())
+        worker.reduced, worker.returned = False, True
+        worker.committed_step = step
+        worker.committed = json.dumps({"step_index": step, "pause": pause})
+
+    def _update(self, worker: Worker) -> None:
+        for index, count in worker.versions.items():
+            assert count == worker.num_applied, f"{worker.name}: section {index} has had {count} updates"
+            worker.versions[index] = count + 1
+        worker.num_applied += 1
+
+    def _update_done(self, worker: Worker) -> None:
+        generation, step = worker.generation, worker.num_applied
+        self._update(worker)
+        worker.returned = False
+        pauses = json.loads(worker.committed)["pause"]
+        if pauses:
+            self._halt(worker, "asked to pause")
+        else:
+            done = StepDone(
+                generation=generation, step_index=step, duration_s=1.0, busy_s=0.5, num_samples=BATCH_SIZE
+            )
+            self._say(worker, done, is_state=False)
+
+    def _halt(self, worker: Worker, reason: str) -> None:
+        # a newcomer knows its step count only once it has been in a generation that opened
+        num_applied = worker.num_applied if worker.has_state else 0
+        report = HaltReport(
+            generation=worker.generation,
+            num_applied=num_applied,
+            reduced_step=worker.num_applied if worker.reduced else None,
+            committed_step=worker.committed_step,
+            committed=worker.committed,
+            held_sections=tuple(sorted(worker.versions)),
+            reason=reason,
+        )
+        worker.mode = "halted"
+        self._say(worker, Halted(report=report))
+
+    # --- to the end -------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """No more faults: let everything happen, in turn, until nothing more does."""
+        for _ in range(60):
+            for worker in list(self.workers.values()):
+                if worker.frozen and worker.is_alive:
+                    self.lose(worker)
+            count = 0
+            while actions := self.actions():
+                actions[count % len(actions)]()
+                count += 1
+                assert count < 20_000, "it never comes to rest"
+            if self.manager.job.phase in ENDED:
+                return
+            self.advance(5.0)

@@ -1,0 +1,344 @@
+"""What follows when a member is gone or a generation is over; half of ``Manager``, which adds the messages."""
+
+from __future__ import annotations
+
+from varuna.morph.arrange import Arrangement, Candidate, LostState, NoPlan, arrange
+from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
+from varuna.morph.messages import (
+    Abort,
+    Form,
+    JobEnded,
+    Leave,
+    Pause,
+    StartWorker,
+    StopWorker,
+    ToAgent,
+    ToWorker,
+)
+from varuna.morph.phases import ENDED, TRANSITIONS, Phase
+from varuna.morph.planning import PlanFor
+from varuna.morph.policy import Policy
+from varuna.morph.record import GenerationRecord, JobRecord, WorkerRecord, WorkerStatus
+from varuna.morph.recovery import LostSections, Recovery, recover
+from varuna.morph.wishes import num_used, wish_of
+
+_NUM_COSTS = 20
+
+
+class Endings:
+    """Membership from one generation to the next.
+
+    Attributes:
+        job: all that is known; plain values.
+        policy: limits.
+    """
+
+    def __init__(self, plan_for: PlanFor, policy: Policy, job: JobRecord) -> None:
+        self.job = job
+        self.policy = policy
+        self._plan_for = plan_for
+        self._out: list[Instruction] = []
+
+    # --- saying -----------------------------------------------------------------------------
+
+    def _send(self, recipient: str, message: ToWorker | ToAgent) -> None:
+        self._out.append(Send(recipient=recipient, message=message))
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._out.append(Tell(text=text, kind=kind))
+
+    def _enter(self, phase: Phase, reason: str, now_s: float) -> None:
+        assert phase in TRANSITIONS[self.job.phase] or phase is self.job.phase, (self.job.phase, phase)
+        self.job.phase, self.job.reason, self.job.since_s = phase, reason, now_s
+
+    # --- the first generation ---------------------------------------------------------------
+
+    def _found_if_complete(self, now_s: float) -> None:
+        """Generation 0 is known when all its workers are, its plan, and what the job is."""
+        job, generation = self.job, self.job.generation
+        assert job.phase is Phase.FOUNDING
+        if generation.plan is None or job.description is None:
+            return
+        founders = {
+            worker.founding_rank: worker for worker in job.workers.values() if worker.founding_rank is not None
+        }
+        if len(founders) < generation.plan.num_workers:
+            return
+        generation.members = tuple(founders[rank].incarnation for rank in sorted(founders))
+        for worker in founders.values():
+            if worker.status is not WorkerStatus.GONE:
+                worker.status = WorkerStatus.MEMBER
+        gone = [worker for worker in founders.values() if worker.status is WorkerStatus.GONE]
+        if lost := [worker.incarnation for worker in gone if not worker.ended_well]:
+            self._end_generation(f"{', '.join(lost)} was lost", now_s)
+        elif generation.reports:
+            name, report = next(iter(generation.reports.items()))
+            self._end_generation(f"{name} halted: {report.reason}", now_s)
+        elif gone:
+            self._enter(Phase.FINISHING, "the script has ended", now_s)
+            self._finish_if_alone(now_s)
+        else:
+            self._open_if_formed(now_s)
+
+    def _open_if_formed(self, now_s: float) -> None:
+        job, generation = self.job, self.job.generation
+        if any(member.incarnation not in generation.formed for member in job.members()):
+            return
+        assert generation.plan is not None
+        if job.phase is Phase.FORMING and job.stopped_s is not None:
+            job.morph_costs_s = [*job.morph_costs_s, now_s - job.stopped_s][-_NUM_COSTS:]
+        job.stopped_s = None
+        job.durations_s = []
+        num_members = len(generation.members)
+        text = (
+            f"generation {generation.number} runs from step {max(generation.next_step, job.num_committed)} on: "
+            f"{num_used(generation.plan)} of {num_members} workers, {len(generation.plan.pipelines)} pipelines"
+        )
+        self._enter(Phase.RUNNING, text, now_s)
+        self._tell("running", text)
+        self._consider(now_s)
+
+    def _consider(self, now_s: float) -> None:
+        """Whether the generation should end after its step."""
+        wish = wish_of(self.job, self._plan_for, now_s)
+        self.job.wait_until_s = wish.until_s
+        if wish.reason:
+            self._tell("decision", wish.reason)
+        if wish.pause:
+            self._enter(Phase.PAUSING, wish.reason, now_s)
+            for member in self.job.members():
+                self._send(member.incarnation, Pause(generation=self.job.generation.number))
+
+    def _soonest_leaver(self) -> tuple[str, float] | None:
+        """The member that has to be gone first, and when."""
+        leavers = [
+            (member.incarnation, member.leaving.deadline_s)
+            for member in self.job.members()
+            if member.leaving is not None and member.leaving.deadline_s is not None
+        ]
+        return min(leavers, key=lambda pair: pair[1], default=None)
+
+    # --- somebody is gone -------------------------------------------------------------------
+
+    def _fence(self, worker: WorkerRecord, reason: str) -> None:
+        """From now on nothing it says counts; its agent is to kill it."""
+        worker.status, worker.gone_reason, worker.is_fenced = WorkerStatus.GONE, reason, True
+        self._tell("fenced", f"{worker.incarnation} is out: {reason}")
+        if worker.agent:
+            self._send(worker.agent, StopWorker(incarnation=worker.incarnation))
+
+    def _dismiss(self, worker: WorkerRecord, reason: str) -> None:
+        worker.status, worker.gone_reason = WorkerStatus.LEAVING, reason
+        self._send(worker.incarnation, Leave(reason=reason))
+
+    def _on_member_gone(self, worker: WorkerRecord, now_s: float) -> None:
+        job = self.job
+        reason = f"{worker.incarnation} is gone: {worker.gone_reason}"
+        self._tell("lost", reason)
+        if job.phase is Phase.FOUNDING:
+            job.loss_s = now_s if job.loss_s is None else job.loss_s
+            self._found_if_complete(now_s)
+        elif job.phase is Phase.ENDING:
+            self._decide_if_all(now_s)
+        elif job.phase is Phase.WAITING:
+            self._decide(now_s)
+        else:
+            self._end_generation(reason, now_s)
+        if job.phase not in ENDED:
+            self._replace(worker)
+
+    def _replace(self, worker: WorkerRecord) -> None:
+        if self.policy.replace_lost and worker.agent and worker.leaving is None:
+            self._send(worker.agent, StartWorker())
+
+    def _on_newcomer_gone(self, worker: WorkerRecord, failure: str, now_s: float) -> None:
+        job = self.job
+        self._tell("lost", f"newcomer {worker.incarnation} is gone: {worker.gone_reason}")
+        if failure:
+            job.newcomer_failures[failure] = job.newcomer_failures.get(failure, 0) + 1
+            if job.phase is Phase.WAITING and job.newcomer_failures[failure] >= self.policy.max_same_failures:
+                self._fail(f"newcomers fail one after the other: {failure}", now_s)
+        else:
+            self._replace(worker)
+
+    def _on_ended_well(self, worker: WorkerRecord, now_s: float) -> None:
+        job = self.job
+        if job.phase is Phase.FOUNDING:
+            self._found_if_complete(now_s)
+            founders = [one for one in job.workers.values() if one.founding_rank is not None]
+            if job.phase is Phase.FOUNDING and all(one.status is WorkerStatus.GONE for one in founders):
+                self._enter(Phase.FINISHING, "the script has ended", now_s)
+                self._finish(now_s, all(one.ended_well for one in founders))
+        elif job.phase is Phase.ENDING:
+            self._decide_if_all(now_s)
+        elif job.phase is Phase.WAITING:
+            self._decide(now_s)
+        else:
+            if job.phase is not Phase.FINISHING:
+                reason = f"the script of {worker.incarnation} has ended"
+                self._tell("finishing", reason)
+                self._enter(Phase.FINISHING, reason, now_s)
+            self._finish_if_alone(now_s)
+
+    def _some_ended_well(self) -> bool:
+        return any(self.job.workers[name].ended_well for name in self.job.generation.members)
+
+    def _finish_if_alone(self, now_s: float) -> None:
+        """The end of the job, once no member is left; worker 0 is the one that saves what was trained."""
+        job = self.job
+        if not job.members():
+            self._finish(now_s, job.workers[job.generation.members[0]].ended_well)
+
+    def _finish(self, now_s: float, well: bool) -> None:
+        if not well:
+            self._fail("worker 0 was lost after the last step, before its script had ended", now_s)
+            return
+        self._enter(Phase.DONE, "the script has ended on all workers", now_s)
+        self._tell("done", self.job.reason)
+        self._end_job("")
+
+    def _fail(self, reason: str, now_s: float) -> None:
+        self._enter(Phase.FAILED, reason, now_s)
+        self._tell("failed", reason)
+        self._end_job(reason)
+
+    def _end_job(self, failure: str) -> None:
+        for worker in self.job.workers.values():
+            has_halted = worker.incarnation in self.job.generation.reports
+            is_newcomer = worker.status in (WorkerStatus.READY, WorkerStatus.STARTED)
+            if is_newcomer or (has_halted and worker.status is WorkerStatus.MEMBER):
+                self._dismiss(worker, failure or "the job is done")
+        for agent in self.job.agents:
+            self._send(agent, JobEnded(failure=failure))
+
+    # --- a generation ends ------------------------------------------------------------------
+
+    def _unreported(self) -> list[WorkerRecord]:
+        reports = self.job.generation.reports
+        return [member for member in self.job.members() if member.incarnation not in reports]
+
+    def _end_generation(self, reason: str, now_s: float) -> None:
+        """Nobody waits any longer for what will not come: all are to give up and report."""
+        self._enter(Phase.ENDING, reason, now_s)
+        number = self.job.generation.number
+        self._tell("ending", f"generation {number} ends: {reason}")
+        for member in self._unreported():
+            self._send(member.incarnation, Abort(generation=number, reason=reason))
+        self._decide_if_all(now_s)
+
+    def _decide_if_all(self, now_s: float) -> None:
+        if not self._unreported():
+            self._decide(now_s)
+
+    def _decide(self, now_s: float) -> None:
+        """All living members have reported: where they stand, and how they go on."""
+        job, generation = self.job, self.job.generation
+        assert job.description is not None
+        members = job.members()
+        if not members and self._some_ended_well():
+            self._finish_if_alone(now_s)
+            return
+        recovery = self._recover(members)
+        members = job.members()
+        candidates = [
+            Candidate(
+                incarnation=member.incarnation,
+                machine=member.machine,
+                held=frozenset(generation.reports[member.incarnation].held_sections),
+                has_state=member.has_state,
+                leaving=member.leaving is not None,
+                deadline_s=None if member.leaving is None else member.leaving.deadline_s,
+            )
+            for member in members
+        ]
+        candidates += [
+            Candidate(incarnation=newcomer.incarnation, machine=newcomer.machine) for newcomer in job.ready()
+        ]
+        number = generation.number + 1
+        result = arrange(number, recovery.next_step, candidates, job.description, self._plan_for)
+        if isinstance(result, NoPlan):
+            if job.phase is not Phase.WAITING:
+                self._tell("waiting", f"waiting for newcomers: {result.reason}")
+            self._enter(Phase.WAITING, result.reason, now_s)
+        elif isinstance(result, LostSections | LostState):
+            self._fail(self._explain(result), now_s)
+        else:
+            self._form(result, recovery, now_s)
+
+    def _recover(self, members: list[WorkerRecord]) -> Recovery:
+        """Where the living members stand; the books are brought in line with it."""
+        job, generation = self.job, self.job.generation
+        if not members:  # nobody is left: whatever follows begins where the generation began
+            return Recovery(
+                next_step=generation.next_step,
+                committed="",
+                rolling=frozenset(),
+                current=frozenset(),
+                stale=frozenset(),
+            )
+        reports = {member.incarnation: generation.reports[member.incarnation] for member in members}
+        recovery = recover(reports, generation.next_step)
+        for name in sorted(recovery.stale):
+            self._fence(job.workers[name], f"it is behind step {recovery.next_step} and cannot catch up")
+        if job.num_committed > recovery.next_step:
+            self._out.append(StepsUndone(first_step=recovery.next_step))
+            job.num_committed = recovery.next_step
+        self._commit_until(recovery.next_step)
+        return recovery
+
+    def _commit_until(self, end_step: int) -> None:
+        job = self.job
+        if end_step > job.num_committed:
+            first_step, job.num_committed = job.num_committed, end_step
+            self._out.append(
+                StepsCommitted(generation=job.generation.number, first_step=first_step, end_step=end_step)
+            )
+
+    def _form(self, arrangement: Arrangement, recovery: Recovery, now_s: float) -> None:
+        job = self.job
+        if job.phase is Phase.WAITING:
+            job.stopped_s = now_s
+        for member in job.members():
+            if member.incarnation not in arrangement.members:
+                self._dismiss(member, "it was asked to leave, and nothing is needed of it any more")
+        first = arrangement.formations[0]
+        forms = {
+            name: Form(formation=formation, committed=recovery.committed if name in recovery.rolling else "")
+            for name, formation in zip(arrangement.members, arrangement.formations, strict=True)
+        }
+        job.generation = GenerationRecord(
+            number=first.generation,
+            members=arrangement.members,
+            plan=first.plan,
+            step_s=arrangement.step_s,
+            next_step=first.next_step,
+            givers=arrangement.givers,
+            forms=forms,
+        )
+        job.wait_until_s = None
+        for name, form in forms.items():
+            job.workers[name].status = WorkerStatus.MEMBER
+            self._send(name, form)
+        text = (
+            f"generation {first.generation}: {len(arrangement.members)} workers, "
+            f"{len(first.transfers)} sections move, next step {first.next_step}"
+        )
+        self._enter(Phase.FORMING, text, now_s)
+        self._tell("forming", "; ".join([text, *arrangement.notes]))
+
+    def _repeat_form(self, worker: WorkerRecord) -> None:
+        """A worker that says again where it stood has not heard how it goes on."""
+        generation, name = self.job.generation, worker.incarnation
+        form = generation.forms.get(name)
+        if form is not None and name not in generation.formed and name not in generation.reports:
+            self._send(name, form)
+
+    def _explain(self, loss: LostSections | LostState) -> str:
+        lost = [
+            name for name in self.job.generation.members if self.job.workers[name].status is WorkerStatus.GONE
+        ]
+        who = ", ".join(f"{name} ({self.job.workers[name].gone_reason})" for name in lost)
+        if isinstance(loss, LostState):
+            return f"no worker is left that knows the learning rates and the step count; gone: {who}"
+        sections = ", ".join(str(section) for section in loss.sections)
+        return f"no worker is left that holds sections {sections}; gone: {who}"

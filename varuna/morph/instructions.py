@@ -1,0 +1,42 @@
+"""What the manager's decisions ask its shell to do. Values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from varuna.morph.messages import ToAgent, ToWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """A message to a worker (by incarnation) or to an agent (by name); which of the two, its type says."""
+
+    recipient: str
+    message: ToWorker | ToAgent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """A decision or an event for people, in one line; ``kind`` is a word to filter by."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsCommitted:
+    """Steps ``first_step <= i < end_step`` have happened in this generation: for the ledger."""
+
+    generation: int
+    first_step: int
+    end_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsUndone:
+    """Steps from ``first_step`` on live in nobody's weights any more: out of the ledger, they come again."""
+
+    first_step: int
+
+
+Instruction = Send | Tell | StepsCommitted | StepsUndone

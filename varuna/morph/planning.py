@@ -1,0 +1,88 @@
+"""The plan for so many workers, as the manager asks for it: from the job's profile if it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from varuna.errors import PlanError
+from varuna.morph.messages import Described
+from varuna.plan.choose import choose_plan
+from varuna.plan.cluster import Cluster, Machine
+from varuna.plan.layout import simple_plan
+from varuna.plan.profile_file import read_profile
+from varuna.spec import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan for a number of workers.
+
+    Attributes:
+        plan: worker i is any worker.
+        step_s: predicted seconds of a step, None without a profile.
+        note: what people should know about it: what of the user's wishes could not be kept.
+    """
+
+    plan: Plan
+    step_s: float | None = None
+    note: str = ""
+
+
+PlanFor = Callable[[int, Described], Planned]
+"""Number of workers, and what the job is -> plan. Raises ``PlanError`` if it cannot go on with so many.
+
+It must give the same answer whenever it is asked the same: the manager's journal is replayed with it.
+"""
+
+
+def plan_for(num_workers: int, described: Described) -> Planned:
+    """The plan for so many workers, as fast as they come.
+
+    A number of stages that the user fixed is given up if it is impossible with so few workers; nothing else is.
+
+    Raises:
+        PlanError: the job cannot go on with so many.
+        ConfigError: the profile cannot be read.
+    """
+    try:
+        return _plan(num_workers, described, described.num_stages)
+    except PlanError as error:
+        if described.num_stages is None or described.num_stages <= num_workers:
+            raise
+        reason = str(error)
+    fewer = _plan(num_workers, described, None)
+    num_stages = max(len(pipeline.stages) for pipeline in fewer.plan.pipelines)
+    note = (
+        f"{described.num_stages} stages were asked for, but there are {num_workers} workers: {num_stages} now"
+    )
+    assert reason, "an error without words"
+    return Planned(plan=fewer.plan, step_s=fewer.step_s, note=note)
+
+
+def _plan(num_workers: int, described: Described, num_stages: int | None) -> Planned:
+    recompute = described.recompute
+    if isinstance(recompute, tuple) and len(recompute) != num_stages:
+        recompute = any(recompute)  # flags for stages that there are not any more
+    if not described.profile_path:
+        choice = simple_plan(
+            sections=described.sections,
+            num_workers=num_workers,
+            batch_size=described.batch_size,
+            num_stages=num_stages,
+            micro_batch_size=described.micro_batch_size,
+            schedule=described.schedule,
+            recompute=recompute,
+        )
+        return Planned(plan=choice.plan)
+    machines = tuple(Machine(name=f"machine-{index}", num_workers=1) for index in range(num_workers))
+    chosen = choose_plan(
+        read_profile(described.profile_path),
+        Cluster(machines=machines),
+        batch_size=described.batch_size,
+        num_stages=num_stages,
+        micro_batch_size=described.micro_batch_size,
+        schedule=described.schedule,
+        recompute=recompute,
+    )
+    return Planned(plan=chosen.plan, step_s=chosen.prediction.step_s)

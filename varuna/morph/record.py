@@ -1,0 +1,141 @@
+"""What the manager knows: plain values that can be written down and read again. No decisions here."""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct, field
+
+from varuna.generations import HaltReport
+from varuna.morph.messages import Described, Form
+from varuna.morph.phases import Phase
+from varuna.spec import Plan
+
+
+class WorkerStatus(enum.Enum):
+    """How far a worker has come."""
+
+    STARTED = "started"
+    """Its process runs; it captures the model, or founds the job."""
+    READY = "ready"
+    """A newcomer that can be given a place."""
+    MEMBER = "member"
+    """In the newest generation."""
+    LEAVING = "leaving"
+    """Told to leave."""
+    GONE = "gone"
+    """Its process has ended, or it was fenced: nothing it says counts."""
+
+
+class Leaving(Struct, frozen=True, kw_only=True):
+    """Somebody asked for a worker to go; ``deadline_s`` on the manager's clock, None if it is not known."""
+
+    source: str
+    deadline_s: float | None
+
+
+class WorkerRecord(Struct, kw_only=True):
+    """One incarnation.
+
+    Attributes:
+        incarnation: its name.
+        status: how far it has come.
+        agent, machine: who started it, and where; empty until its agent has told.
+        founding_rank: its rank in generation 0, None for newcomers.
+        digest: of a newcomer's sections.
+        ready_s: when it was ready, on the manager's clock.
+        has_state: it knows schedulers, loss scale and step count: it was in a generation that opened.
+        leaving: who asked it to go.
+        ended_well: its script ended.
+        gone_reason: why it is gone; ``is_fenced`` if that was the manager's decision and its end is not known.
+    """
+
+    incarnation: str
+    status: WorkerStatus = WorkerStatus.STARTED
+    agent: str = ""
+    machine: str = ""
+    founding_rank: int | None = None
+    digest: str = ""
+    ready_s: float = 0.0
+    has_state: bool = False
+    leaving: Leaving | None = None
+    ended_well: bool = False
+    gone_reason: str = ""
+    is_fenced: bool = False
+
+
+class GenerationRecord(Struct, kw_only=True):
+    """The newest generation.
+
+    Attributes:
+        number: of the generation.
+        members: by rank, those that are gone since included.
+        plan: its layout; None while the first one is founded.
+        step_s: predicted seconds of a step, None without a prediction.
+        next_step: the step it began with.
+        givers: members without a stage that only give their sections away and then leave.
+        formed: members in which it is open.
+        reports: of members that have halted.
+        forms: what each member was told, to tell it again.
+        first_halt_s: when the first report came.
+    """
+
+    number: int
+    members: tuple[str, ...] = ()
+    plan: Plan | None = None
+    step_s: float | None = None
+    next_step: int = 0
+    givers: tuple[str, ...] = ()
+    formed: set[str] = field(default_factory=set)
+    reports: dict[str, HaltReport] = field(default_factory=dict)
+    forms: dict[str, Form] = field(default_factory=dict)
+    first_halt_s: float | None = None
+
+
+class JobRecord(Struct, kw_only=True):
+    """All the manager knows of a job. Times are seconds of the manager's clock.
+
+    Attributes:
+        phase, since_s, reason: where the job stands, since when, and why.
+        description: what rank 0 said.
+        workers: all incarnations ever heard of, in that order.
+        agents: all agents ever heard of.
+        generation: the newest.
+        num_committed: steps that have happened.
+        loss_s: when a founder was lost before the first generation was known.
+        stopped_s: since when training stands still; None while it goes on.
+        wait_until_s: a ready newcomer waits for more of them until then.
+        morph_costs_s: seconds that recent morphs kept training waiting, oldest first.
+        arrivals_s: when recent newcomers became ready.
+        durations_s: of recent steps.
+        newcomer_failures: how often newcomers ended with the same failure.
+    """
+
+    phase: Phase = Phase.FOUNDING
+    since_s: float = 0.0
+    reason: str = ""
+    description: Described | None = None
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
+    agents: list[str] = field(default_factory=list)
+    generation: GenerationRecord = field(default_factory=lambda: GenerationRecord(number=0))
+    num_committed: int = 0
+    loss_s: float | None = None
+    stopped_s: float | None = None
+    wait_until_s: float | None = None
+    morph_costs_s: list[float] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    durations_s: list[float] = field(default_factory=list)
+    newcomer_failures: dict[str, int] = field(default_factory=dict)
+
+    def with_status(self, *statuses: WorkerStatus) -> list[WorkerRecord]:
+        """Workers of these statuses, in the order in which they were first heard of."""
+        return [worker for worker in self.workers.values() if worker.status in statuses]
+
+    def members(self) -> list[WorkerRecord]:
+        """Living members of the newest generation, by rank."""
+        records = (self.workers[name] for name in self.generation.members)
+        return [record for record in records if record.status is WorkerStatus.MEMBER]
+
+    def ready(self) -> list[WorkerRecord]:
+        """Newcomers that can be given a place, in the order in which they became ready."""
+        return sorted(self.with_status(WorkerStatus.READY), key=lambda worker: worker.ready_s)
