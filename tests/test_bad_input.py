@@ -360,7 +360,7 @@ def test_what_forward_returns(model: type[nn.Module], told: tuple[str, ...]) -> 
 )
 def test_a_loss_weight(weight: Any, told: str) -> None:
     with refused(varuna.LossError, told):
-        run_job(loss_weight=lambda batch: weight)
+        run_job(loss_weight=lambda batch: weight, layout=varuna.Layout(micro_batch_size=1))
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight() -> None:

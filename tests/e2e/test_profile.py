@@ -126,6 +126,14 @@ def test_training_after_measuring_is_bit_for_bit_training_without() -> None:
             assert torch.equal(value, theirs["state"][name]), name
 
 
+def train_unlike(_: str) -> bool:
+    return bool(train("1" if os.environ["RANK"] == "0" else "0")["losses"])
+
+
+def test_worker_0_decides_whether_to_measure() -> None:
+    assert run_workers(2, train_unlike, "") == [True, True]
+
+
 # --- when there is something to choose ------------------------------------------------------
 
 

@@ -180,6 +180,12 @@ def test_a_damaged_profile_is_measured_again(tmp_path: Path, content: bytes) -> 
     assert read_profile(first.path).key == first.path.stem
 
 
+def test_where_nothing_can_be_kept_a_job_starts_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert not profiled(tmp_path / "file").from_cache
+    assert not profiled(tmp_path / "file").from_cache
+
+
 def test_without_a_directory_nothing_is_kept() -> None:
     found = profiled(None)
     assert found.path is None

@@ -147,6 +147,13 @@ def test_steps_are_noted_told_and_written(tmp_path: Path) -> None:
     assert found.num_refinements == 3
 
 
+def test_a_profile_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first = refiner(0, HashStore(), tmp_path / "file" / "p.json")
+    for step in range(5):
+        first.record(step, spans(step, [0.8, 0.8, 0.8]))
+
+
 def test_a_second_correction_starts_from_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     first = refiner(0, HashStore(), path)

@@ -153,14 +153,12 @@ def _measure(
             break
         try:
             found[size] = _measure_size(request, indices, kinds, size, budget)
-        except torch.OutOfMemoryError:
-            if found:
-                break
-            raise
         except VarunaError:
             raise
         except Exception as error:
             drop_gradients(list(request.model.parameters()))
+            if found and _is_out_of_memory(error):
+                break
             if size == 1 and request.batch_size > 1:  # one sample alone is too few for batch normalisation
                 continue
             raise WorkerFailed(
@@ -171,6 +169,11 @@ def _measure(
     return [
         KindCosts(kind=kind, costs=tuple(_costs(size, found[size][kind]) for size in found)) for kind in present
     ]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of a device, or of the processor, whose allocator has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _sizes(request: MeasureRequest) -> Iterator[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
 from varuna.config import LayoutConfig, ProfileConfig
@@ -14,7 +15,7 @@ from varuna.plan import PlanChoice, simple_plan
 from varuna.plan.profile_file import write_profile
 from varuna.run.partitions import Partitions
 from varuna.run.profiling import Profiled, ProfileRequest, obtain_profile
-from varuna.run.startup import agree_on_plan, worker_memory_bytes
+from varuna.run.startup import agree_on_plan, wait_for, worker_memory_bytes
 from varuna.run.world import World
 
 if TYPE_CHECKING:
@@ -59,22 +60,23 @@ def plan_job(
         PeerLost: another worker gave up.
     """
     profiled = None
-    config, layout = request.profile, request.layout
-    num_sections = len(partitions.reference.sections)
-    if needs_profile(config, layout, world.size, num_sections, request.job.batch_size):
-        profiled = _profile(request, world, partitions, example)
+    layout = request.layout
+    intent = _agree_on_intent(request, world, partitions)
+    if intent.measures:
+        profiled = _profile(request, world, partitions, example, intent)
         publish(
             ProfileMeasured(
-                num_sections=num_sections,
+                num_sections=len(partitions.reference.sections),
                 duration_s=profiled.duration_s,
                 from_cache=profiled.from_cache,
                 num_refinements=profiled.profile.num_refinements,
             )
         )
-    if config.output is not None:
+    if intent.ends:
         assert profiled is not None
         if world.rank == 0:
-            write_profile(profiled.profile, config.output)
+            assert request.profile.output is not None
+            write_profile(profiled.profile, request.profile.output)
         raise ProfileWritten
 
     def choose() -> PlanChoice:
@@ -108,13 +110,49 @@ def needs_profile(
     return size_is_open or stages_are_open
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Intent:
+    """What this start is to do about a profile: worker 0's word, whatever others were told to do.
+
+    Attributes:
+        measures: have one before planning.
+        ends: write it to a file, measured now, and train nothing.
+        micro_batch_sizes: those to measure; empty: chosen.
+    """
+
+    measures: bool
+    ends: bool
+    micro_batch_sizes: tuple[int, ...]
+
+
+def _agree_on_intent(request: StartRequest, world: World, partitions: Partitions) -> _Intent:
+    if world.rank != 0:
+        data = wait_for(world.store, "intent", "worker 0 to capture the model")
+        return msgspec.json.decode(data, type=_Intent)
+    _plain_choice(request, world, partitions)  # refuses what cannot be laid out, before anything is measured
+    config, layout = request.profile, request.layout
+    num_sections = len(partitions.reference.sections)
+    sizes = config.micro_batch_sizes
+    if not sizes and layout.micro_batch_size is not None:
+        sizes = (layout.micro_batch_size,)
+    intent = _Intent(
+        measures=needs_profile(config, layout, world.size, num_sections, request.job.batch_size),
+        ends=config.output is not None,
+        micro_batch_sizes=sizes,
+    )
+    if world.size > 1:
+        world.store.set("intent", msgspec.json.encode(intent).decode())
+    return intent
+
+
 def _profile(
-    request: StartRequest, world: World, partitions: Partitions, example: Mapping[str, Tensor] | None
+    request: StartRequest,
+    world: World,
+    partitions: Partitions,
+    example: Mapping[str, Tensor] | None,
+    intent: _Intent,
 ) -> Profiled:
     cache = request.options.cache_dir
-    sizes = request.profile.micro_batch_sizes
-    if not sizes and request.layout.micro_batch_size is not None:
-        sizes = (request.layout.micro_batch_size,)
     return obtain_profile(
         ProfileRequest(
             model=request.model,
@@ -127,8 +165,8 @@ def _profile(
             partitions=partitions,
             example=example,
             directory=None if cache is None else cache.parent / "profiles",
-            micro_batch_sizes=sizes,
-            is_fresh=request.profile.output is not None,
+            micro_batch_sizes=intent.micro_batch_sizes,
+            is_fresh=intent.ends,
         )
     )
 

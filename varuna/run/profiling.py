@@ -6,6 +6,7 @@ to all. Everything travels through the store, where nobody waits for a worker th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,8 @@ def obtain_profile(request: ProfileRequest) -> Profiled:
         if request.world.rank == 0:
             profile = _join(request, order, [part, *_parts_of_others(request.world)], path)
             if path is not None:
-                write_profile(profile, path)
+                with contextlib.suppress(ConfigError):  # nowhere to keep it: measured again next time
+                    write_profile(profile, path)
         else:
             _set(request.world, f"part/{request.world.rank}", msgspec.json.encode(part))
     shared = _share(request.world, profile)

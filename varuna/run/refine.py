@@ -10,6 +10,7 @@ CUDA devices tasks end on the host before the device has done them; nothing is r
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.errors import ConfigError
 from varuna.plan.costs import StageCosts, stage_costs
 from varuna.plan.profile import Profile, SectionProfile, TaskCosts
 from varuna.plan.profile_file import write_profile
@@ -111,7 +113,8 @@ class StageRefiner:
             return
         if self._path is not None:
             told = [found for found in (mine, *self._told_by_others()) if found is not None]
-            write_profile(refined(self._profile, told), self._path)
+            with contextlib.suppress(ConfigError):  # a full disk, say: training goes on
+                write_profile(refined(self._profile, told), self._path)
 
     def _told_by_others(self) -> list[StageObservation]:
         store = self._world.store
