@@ -211,7 +211,7 @@ class World:
             else:
                 fresh.handle(sender, message, at_s)
         assert fresh.job == self.manager.job
-        stored = msgspec.json.decode(self.snapshot(), type=JobRecord)
+        stored = msgspec.json.decode(msgspec.json.encode(self.manager.job), type=JobRecord)
         assert stored == self.manager.job
         self.manager = Manager(self.plan_for, policy=self.policy, job=stored)
         for worker in self.workers.values():
@@ -491,7 +491,8 @@ class World:
 
     def _return_commit(self, worker: Worker, record: Record) -> None:
         step = worker.num_applied
-        if self.manager.job.workers[worker.name].status is not WorkerStatus.GONE:
+        known = self.manager.job.workers.get(worker.name)
+        if known is None or known.status is not WorkerStatus.GONE:
             assert worker.generation >= self.newest_commit, "two generations train at once"
             self.newest_commit = worker.generation
         pause = any(record.contributed[step].values())

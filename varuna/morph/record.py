@@ -138,4 +138,5 @@ class JobRecord(Struct, kw_only=True):
 
     def ready(self) -> list[WorkerRecord]:
         """Newcomers that can be given a place, in the order in which they became ready."""
-        return sorted(self.with_status(WorkerStatus.READY), key=lambda worker: worker.ready_s)
+        ready = self.with_status(WorkerStatus.READY)
+        return sorted(ready, key=lambda worker: (worker.ready_s, worker.incarnation))

@@ -250,9 +250,14 @@ class Manager(Endings):
         worker.agent, worker.machine = sender, message.machine
         if job.phase in ENDED:
             self._send(sender, JobEnded(failure=job.reason if job.phase is Phase.FAILED else ""))
-        elif job.phase is Phase.FOUNDING and worker.status is WorkerStatus.STARTED:
+        elif worker.is_fenced:
+            self._send(sender, StopWorker(incarnation=worker.incarnation))
+        if job.phase is Phase.FOUNDING and worker.founding_rank is None:
             worker.founding_rank = message.rank
-            self._found_if_complete(now_s)
+            if message.rank is not None and worker.status is WorkerStatus.GONE:
+                self._on_member_gone(worker, now_s)
+            else:
+                self._found_if_complete(now_s)
 
     def _on_exited(self, sender: str, message: WorkerExited, now_s: float) -> None:
         name = message.incarnation
@@ -276,8 +281,9 @@ class Manager(Endings):
             self._on_newcomer_gone(worker, message.failure, now_s)
 
     def _on_lost(self, message: WorkerLost, now_s: float) -> None:
-        worker = self.job.workers.get(message.incarnation)
-        if worker is None or worker.status is WorkerStatus.GONE:
+        name = message.incarnation
+        worker = self.job.workers.setdefault(name, WorkerRecord(incarnation=name))
+        if worker.status is WorkerStatus.GONE:
             return
         status = worker.status
         self._fence(worker, message.reason)
