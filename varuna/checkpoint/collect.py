@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from varuna.checkpoint.errors import StateError
 from varuna.checkpoint.layout import TensorForm
 from varuna.checkpoint.names import buffer_name, job_name, optimizer_name, parameter_name
-from varuna.checkpoint.tree import check_tensor, flatten
+from varuna.checkpoint.tree import check_tensor, flatten, is_storable
 from varuna.checkpoint.values import JOB_SECTION, Json
 
 
@@ -65,10 +65,12 @@ def section_state(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     for name, buffer in buffers.items():
-        check_tensor(buffer, f"buffer {name!r}")
+        if not is_storable(buffer):
+            check_tensor(buffer, f"buffer {name!r}")
         tensors[buffer_name(name)] = buffer.detach()
     for name, parameter in parameters.items():
-        check_tensor(parameter, f"parameter {name!r}")
+        if not is_storable(parameter):
+            check_tensor(parameter, f"parameter {name!r}")
         tensors[parameter_name(name)] = parameter.detach()
         if optimizer is not None:
             _add_optimizer_state(tensors, values, name, optimizer.state.get(parameter, {}))
@@ -106,14 +108,17 @@ def _add_optimizer_state(
     tensors: dict[str, Tensor], values: dict[str, Json], name: str, state: Mapping[Any, Any]
 ) -> None:
     for key, value in state.items():
-        where = f"optimizer state {key!r} of parameter {name!r}"
         if not isinstance(key, str):
-            raise StateError(f"The {where} has a key that is not text. Use text for keys of optimizer state.")
+            raise StateError(
+                f"The optimizer's state of parameter {name!r} has the key {key!r}, which is no text. Use text."
+            )
         stored = optimizer_name(name, key)
-        if isinstance(value, Tensor):
-            check_tensor(value, where)
+        if isinstance(value, Tensor) and is_storable(value):
             tensors[stored] = value.detach()
             continue
+        where = f"optimizer state {key!r} of parameter {name!r}"
+        if isinstance(value, Tensor):
+            check_tensor(value, where)
         flat = flatten(value, functools.partial(_inside, stored), where)
         values[stored] = flat.json
         tensors.update(flat.tensors)

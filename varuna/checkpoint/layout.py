@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from varuna.checkpoint.errors import StateError
 
 _ALIGNMENT = 8
+_CACHE_LINE_BYTES = 64
 _LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that readers of the format accept."""
@@ -113,8 +114,18 @@ def element_type(form: TensorForm) -> ElementType:
 
 
 def place(forms: Iterable[TensorForm]) -> tuple[PlacedTensor, ...]:
-    """Where each tensor lies in the payload: no gaps, every one aligned to its elements."""
-    ordered = sorted(forms, key=lambda form: (-element_type(form).size_bytes, form.name))
+    """Where each tensor lies in the payload: no gaps, every one aligned to its elements.
+
+    Those of odd sizes (counters, say) come last, so that large ones start at cache lines, which copies faster.
+    """
+    ordered = sorted(
+        forms,
+        key=lambda form: (
+            -element_type(form).size_bytes,
+            form.size_bytes % _CACHE_LINE_BYTES != 0,
+            form.name,
+        ),
+    )
     placed = []
     position = 0
     for form in ordered:

@@ -38,4 +38,6 @@ def split_name(text: str) -> tuple[str, ...]:
 
 
 def _escape(piece: str) -> str:
+    if "/" not in piece and "%" not in piece:
+        return piece
     return piece.replace("%", "%25").replace("/", "%2F")

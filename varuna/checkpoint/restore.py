@@ -56,7 +56,7 @@ def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, Tensor], buffers
         complaints.append(f"the model has {listed(missing)}, the checkpoint does not")
     if unexpected := sorted(stored - set(wanted)):
         complaints.append(f"the checkpoint has {listed(unexpected)}, the model does not")
-    for name in wanted.keys() & stored:
+    for name in (name for name in wanted if name in stored):
         tensor = checkpoint.places[name].tensor
         there = f"{tensor.dtype}{list(tensor.shape)}"
         here = f"{str(wanted[name].dtype).removeprefix('torch.')}{list(wanted[name].shape)}"

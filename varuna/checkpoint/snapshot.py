@@ -7,7 +7,6 @@ touched before takes half the time of copying into fresh memory.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ class SnapshotFile:
     Attributes:
         section_index: the section it is of.
         layout: header, and where each tensor lies in the file's payload.
-        memory: the copied bytes, valid until the next copy.
+        memory: the copied bytes; the next copy overwrites them.
         places: where each tensor lies in ``memory``.
         values: state that is not a tensor, by name.
     """
@@ -110,7 +109,7 @@ class Snapshot:
             for view, tensor in zip(plan.views, sources, strict=True):
                 view.copy_(tensor, non_blocking=True)
         self._copied = _record_event(sources)
-        memory = _memory_of(self._buffer)
+        memory = self._buffer.numpy().data  # keeps the buffer alive
         return tuple(
             SnapshotFile(
                 section_index=file.section_index,
@@ -173,8 +172,3 @@ def _record_event(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor, not copied; the caller keeps the tensor."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -23,6 +23,7 @@ from varuna.checkpoint.layout import ELEMENT_TYPES
 from varuna.checkpoint.values import Json
 
 _KIND = "$"
+_DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_TYPES)
 _MAX_JSON_INTEGER = 2**63 - 1
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "list": list,
@@ -183,13 +184,19 @@ class _Encoder:
 
 def check_tensor(tensor: Tensor, path: str) -> None:
     """Raise ``StateError`` if a tensor's values cannot be stored as bytes."""
+    if is_storable(tensor):
+        return
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         raise StateError(
             f"{path} is a tensor of {tensor.dtype}, layout {tensor.layout}, on {tensor.device}: a checkpoint "
             f"holds dense tensors with values. Store tensor.to_dense(), or leave it out of the state."
         )
-    if str(tensor.dtype).removeprefix("torch.") not in ELEMENT_TYPES:
-        raise StateError(f"{path} is a tensor of {tensor.dtype}, which a checkpoint cannot hold.")
+    raise StateError(f"{path} is a tensor of {tensor.dtype}, which a checkpoint cannot hold.")
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be stored as bytes."""
+    return tensor.layout is torch.strided and tensor.dtype in _DTYPES and not tensor.is_meta
 
 
 def _simple(value: Any) -> Json:
