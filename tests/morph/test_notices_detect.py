@@ -96,7 +96,8 @@ def test_refused_is_silent_and_cheap(refusing_url):
     assert threading.active_count() == num_threads
 
 
-def test_no_answer_is_silent_and_takes_the_stated_time():
+@pytest.mark.parametrize("limit_s", [2.0, DETECT_S])
+def test_no_answer_is_silent_and_takes_the_stated_time(limit_s):
     """A listener that accepts and never speaks looks like a route that swallows everything."""
     reports = []
 
@@ -104,12 +105,12 @@ def test_no_answer_is_silent_and_takes_the_stated_time():
         time = VirtualTime()
         async with EmulatedAws([AwsScene(hold_s=math.inf)], waiting=time, server_time=START) as cloud:
             task = asyncio.create_task(
-                detect_clouds("m0", reports.append, environ=all_at(cloud.url), waiting=time)
+                detect_clouds("m0", reports.append, environ=all_at(cloud.url), waiting=time, limit_s=limit_s)
             )
             found = await time.run_until_done(task, num_pausing=3)
             return found, time.now_s()
 
-    assert asyncio.run(run()) == ((), DETECT_S)
+    assert asyncio.run(run()) == ((), limit_s)
     assert reports == []
 
 
@@ -174,14 +175,17 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
 # --- the questions themselves ---------------------------------------------------------------
 
 
-async def served(raw: bytes) -> Answer | Silence:
-    """What comes back from a server that answers every request with these bytes."""
+async def served(raw: bytes, *, for_ever: bytes = b"") -> Answer | Silence:
+    """What comes back from a server that answers every request with these bytes, and others without end."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(raw)
             await writer.drain()
+            while for_ever:
+                writer.write(for_ever)
+                await writer.drain()
         writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
@@ -219,8 +223,8 @@ def test_nonsense_is_silence(raw):
 
 
 def test_a_long_answer_is_cut():
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: 9000000\r\n\r\n"
-    answer = asyncio.run(served(head + b"x" * 9_000_000))
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n"
+    answer = asyncio.run(served(head, for_ever=b"x" * 65536))
     assert len(answer.body) == MOST_BYTES
 
 

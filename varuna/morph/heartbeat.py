@@ -4,7 +4,6 @@ A worker is known by its name and incarnation, a text that is never used twice. 
 incarnation it expects under a name; every other one, and what was fenced, is refused. A worker that comes back
 after a freeze learns it from the refusal of its next beat, and asks for a new incarnation.
 
-
 Silence is measured in time that the manager itself was awake: between two calls at most ``most_gap_s`` counts.
 If the manager was frozen or starved, or its clock jumped, nobody is condemned for beats that wait to be read.
 """

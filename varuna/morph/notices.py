@@ -133,7 +133,7 @@ class NoticeMemory:
         for notice in reading.notices:
             ends_s = now_s + notice.deadline_s
             known_end_s = self._ends_s.get(notice.event_id)
-            if known_end_s is None or ends_s < max(known_end_s, now_s) - BROUGHT_FORWARD_S:
+            if known_end_s is None or ends_s < known_end_s - BROUGHT_FORWARD_S:
                 self._in_force[notice.event_id] = notice
                 self._ends_s[notice.event_id] = ends_s
                 told.append(notice)
