@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.morph.world import NUM_SECTIONS, Worker, World
+from tests.morph.histories import play
+from tests.morph.world import NUM_SECTIONS, World
 from varuna.generations import HaltReport
 from varuna.morph.instructions import Send
 from varuna.morph.messages import Abort, Halted, JobEnded, Leave, LeaveAsked, Pause, StopWorker
@@ -370,45 +371,6 @@ def test_a_fenced_worker_is_stopped_again_when_its_agent_is_back() -> None:
 
 # --- random histories -----------------------------------------------------------------------
 
-FAULTS = ("kill", "notice", "machine", "freeze", "lose", "join", "fail", "restart", "break", "time", "thaw")
-
-
-def inject(world: World, number: int) -> None:
-    """One fault, picked by a number."""
-    kind = FAULTS[number % len(FAULTS)]
-    alive = [worker for worker in world.workers.values() if worker.is_alive]
-    if kind == "join":
-        if len(world.workers) < 8:
-            world.join()
-    elif kind == "restart":
-        world.restart()
-    elif kind == "time":
-        world.advance((number // len(FAULTS) % 8) * 0.9)
-    elif alive:
-        _hurt(world, kind, alive[number // len(FAULTS) % len(alive)], number)
-
-
-def _hurt(world: World, kind: str, worker: Worker, number: int) -> None:
-    if kind == "kill":
-        world.kill(worker)
-    elif kind == "notice":
-        world.notice(worker, (0.0, 3.0, 30.0)[number % 3])
-    elif kind == "machine":
-        world.notice(worker, (0.0, 3.0, 30.0)[number % 3], by_machine=True)
-    elif kind == "freeze":
-        world.freeze(worker)
-    elif kind == "thaw":
-        for one in world.workers.values():
-            one.frozen = False
-    elif kind == "lose":
-        world.lose(worker)
-    elif kind == "fail":
-        if number % 5 == 0:
-            world.fail(worker)
-    elif kind == "break":
-        world.reconnect(worker)
-
-
 CHOICES = st.lists(st.integers(0, 10_000), max_size=250)
 JOBS = st.fixed_dictionaries(
     {
@@ -424,12 +386,7 @@ JOBS = st.fixed_dictionaries(
 @given(choices=CHOICES, rarity=st.integers(6, 40), options=JOBS)
 def test_any_history_ends_well_or_says_why(choices: list[int], rarity: int, options: dict[str, Any]) -> None:
     world = World(**options)
-    for choice in choices:
-        actions = world.actions()
-        if choice % rarity == 0 or not actions:
-            inject(world, choice // rarity)
-        else:
-            actions[choice % len(actions)]()
+    play(world, choices, rarity)
     world.drain()
     job = world.manager.job
     assert job.phase in ENDED or job.phase is Phase.WAITING, (job.phase, job.reason, world.faults)

@@ -18,6 +18,7 @@ import msgspec
 from varuna.errors import PlanError
 from varuna.generations import Formation, HaltReport, SectionTransfer
 from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
+from varuna.morph.journal import Journal
 from varuna.morph.messages import (
     Abort,
     Described,
@@ -142,6 +143,7 @@ class World:
         least: workers without which there is no plan.
         stages: numbers of stages, by number of workers.
         policy: of the manager.
+        journal: is told all that the manager is told.
     """
 
     def __init__(
@@ -152,10 +154,15 @@ class World:
         least: int = 1,
         stages: tuple[int, ...] = (2, 1, 3),
         policy: Policy | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.plan_for = planner(least, stages)
         self.policy = policy or Policy(replace_lost=False)
-        self.manager = Manager(self.plan_for, policy=self.policy)
+        self.journal = journal
+        if journal is None:
+            self.manager = Manager(self.plan_for, policy=self.policy)
+        else:
+            self.manager = journal.restore(self.plan_for, self.policy).manager
         self.now_s = 0.0
         self.num_steps = num_steps
         self.workers: dict[str, Worker] = {}
@@ -185,7 +192,11 @@ class World:
         is_out = record is not None and record.status is WorkerStatus.GONE and not record.ended_well
         before = self.snapshot() if is_out else b""
         self.log.append((sender, message, self.now_s))
-        self._obey(self.manager.handle(sender, message, self.now_s))
+        instructions = self.manager.handle(sender, message, self.now_s)
+        if self.journal is not None:
+            self.journal.received(sender, message, self.now_s)
+            self.journal.follow(instructions)
+        self._obey(instructions)
         if is_out:
             assert self.snapshot() == before, f"{sender} is out, but its {message} changed something"
 
@@ -195,6 +206,9 @@ class World:
         instructions = self.manager.tick(self.now_s)
         if instructions:
             self.log.append(("", None, self.now_s))
+            if self.journal is not None:
+                self.journal.ticked(self.now_s)
+                self.journal.follow(instructions)
         else:
             assert self.snapshot() == before, "time alone changed something, and nobody was told"
         self._obey(instructions)

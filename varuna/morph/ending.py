@@ -286,12 +286,17 @@ class Endings:
         self._commit_until(recovery.next_step)
         return recovery
 
-    def _commit_until(self, end_step: int) -> None:
+    def _commit_until(self, end_step: int, num_samples: int | None = None) -> None:
         job = self.job
         if end_step > job.num_committed:
             first_step, job.num_committed = job.num_committed, end_step
             self._out.append(
-                StepsCommitted(generation=job.generation.number, first_step=first_step, end_step=end_step)
+                StepsCommitted(
+                    generation=job.generation.number,
+                    first_step=first_step,
+                    end_step=end_step,
+                    num_samples=num_samples,
+                )
             )
 
     def _form(self, arrangement: Arrangement, recovery: Recovery, now_s: float) -> None:

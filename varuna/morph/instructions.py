@@ -25,11 +25,15 @@ class Tell:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsCommitted:
-    """Steps ``first_step <= i < end_step`` have happened in this generation: for the ledger."""
+    """Steps ``first_step <= i < end_step`` have happened in this generation: for the ledger.
+
+    ``num_samples`` is what a worker said of them; None where the commit is known from what halted members hold.
+    """
 
     generation: int
     first_step: int
     end_step: int
+    num_samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

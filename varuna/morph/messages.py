@@ -193,7 +193,7 @@ _to_worker = msgspec.json.Decoder(ToWorker)
 _to_agent = msgspec.json.Decoder(ToAgent)
 
 
-def encode(message: FromWorker | FromAgent | ToWorker | ToAgent) -> bytes:
+def encode(message: FromWorker | FromAgent | FromWatch | ToWorker | ToAgent) -> bytes:
     """A message as JSON."""
     return msgspec.json.encode(message)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from varuna.errors import PlanError
+from varuna.errors import ConfigError
 from varuna.morph.messages import Described
 from varuna.plan.choose import choose_plan
 from varuna.plan.cluster import Cluster, Machine
@@ -43,28 +43,26 @@ def plan_for(num_workers: int, described: Described) -> Planned:
 
     Raises:
         PlanError: the job cannot go on with so many.
-        ConfigError: the profile cannot be read.
     """
-    try:
-        return _plan(num_workers, described, described.num_stages)
-    except PlanError as error:
-        if described.num_stages is None or described.num_stages <= num_workers:
-            raise
-        reason = str(error)
+    asked = described.num_stages
+    if asked is None or asked <= num_workers:
+        return _plan(num_workers, described, asked)
     fewer = _plan(num_workers, described, None)
     num_stages = max(len(pipeline.stages) for pipeline in fewer.plan.pipelines)
-    note = (
-        f"{described.num_stages} stages were asked for, but there are {num_workers} workers: {num_stages} now"
-    )
-    assert reason, "an error without words"
-    return Planned(plan=fewer.plan, step_s=fewer.step_s, note=note)
+    note = f"{asked} stages were asked for, but there are {num_workers} workers: {num_stages} now"
+    return replace(fewer, note="; ".join(filter(None, (fewer.note, note))))
 
 
 def _plan(num_workers: int, described: Described, num_stages: int | None) -> Planned:
     recompute = described.recompute
     if isinstance(recompute, tuple) and len(recompute) != num_stages:
         recompute = any(recompute)  # flags for stages that there are not any more
-    if not described.profile_path:
+    profile, note = None, ""
+    try:
+        profile = read_profile(described.profile_path) if described.profile_path else None
+    except ConfigError as error:
+        note = f"planned without a profile: {error}"
+    if profile is None:
         choice = simple_plan(
             sections=described.sections,
             num_workers=num_workers,
@@ -74,10 +72,10 @@ def _plan(num_workers: int, described: Described, num_stages: int | None) -> Pla
             schedule=described.schedule,
             recompute=recompute,
         )
-        return Planned(plan=choice.plan)
+        return Planned(plan=choice.plan, note=note)
     machines = tuple(Machine(name=f"machine-{index}", num_workers=1) for index in range(num_workers))
     chosen = choose_plan(
-        read_profile(described.profile_path),
+        profile,
         Cluster(machines=machines),
         batch_size=described.batch_size,
         num_stages=num_stages,

@@ -208,7 +208,7 @@ class Manager(Endings):
             return
         if message.step_index >= job.num_committed:
             job.durations_s = [*job.durations_s, message.duration_s][-_NUM_REMEMBERED:]
-        self._commit_until(message.step_index + 1)
+        self._commit_until(message.step_index + 1, message.num_samples)
 
     def _on_halted(self, worker: WorkerRecord, message: Halted, now_s: float) -> None:
         job, report, name = self.job, message.report, worker.incarnation

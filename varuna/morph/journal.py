@@ -1,0 +1,316 @@
+"""The manager's journal: everything it was told, on disk, so that it can be started again and go on.
+
+One SQLite file (write-ahead log: a write that was torn by a crash is left out, the ones before it are whole).
+It has, in the order of their arrival, all messages but heartbeats, with sender and time; the plans that were
+made, since the planner may answer differently later; now and then the manager's whole state, so that what came
+before can be dropped; and the ledger. The state is a pure function of the rest: ``restore`` computes it again.
+
+No secret is ever in it: messages have none.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from varuna.clock import Clock
+from varuna.errors import ConfigError, PlanError, UserError
+from varuna.morph.instructions import Instruction, StepsCommitted, StepsUndone
+from varuna.morph.ledger import LedgerEntry, SampleOrder, next_entry
+from varuna.morph.messages import Beat, Described, FromAgent, FromWatch, FromWorker, encode
+from varuna.morph.planning import PlanFor, Planned
+from varuna.morph.policy import Policy
+from varuna.morph.record import JobRecord
+from varuna.morph.state import Manager
+
+SCHEMA_VERSION = 1
+"""Version of the tables; a file of another version is refused."""
+
+SNAPSHOT_EVERY = 2000
+"""Entries after which the whole state is written and they are dropped."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, sender TEXT NOT NULL, message TEXT
+) STRICT;
+CREATE TABLE IF NOT EXISTS plans (
+    num_workers INTEGER PRIMARY KEY, planned TEXT, refusal TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE IF NOT EXISTS ledger (
+    step_index INTEGER PRIMARY KEY, generation INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+    digest TEXT NOT NULL, link TEXT NOT NULL
+) STRICT;
+"""
+
+_message = msgspec.json.Decoder(FromWorker | FromAgent | FromWatch)
+
+
+class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after some entries."""
+
+    number: int
+    at_s: float
+    job: JobRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a journal says.
+
+    Attributes:
+        manager: with the state that it had.
+        now_s: of its clock, when it was last told something; 0 if there is nothing yet.
+    """
+
+    manager: Manager
+    now_s: float
+
+
+class Journal:
+    """One job's journal, for one manager at a time; used from one thread.
+
+    Args:
+        path: of the file; made if it is not there, readable by its owner only.
+
+    Raises:
+        ConfigError: it cannot be opened, is no journal, or is one of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._manager: Manager | None = None
+        self._order: SampleOrder | None = None
+        self._pending: list[StepsCommitted] = []
+        self._num_since_snapshot = 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._database = sqlite3.connect(self.path, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"The journal {self.path} cannot be opened: {error}.") from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._database.close()
+            raise ConfigError(
+                f"{self.path} is no journal of a job, or is damaged: {error}. Move it away to begin a new job."
+            ) from error
+        except ConfigError:
+            self._database.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    # --- what the manager's shell tells -----------------------------------------------------
+
+    def received(self, sender: str, message: FromWorker | FromAgent | FromWatch, now_s: float) -> None:
+        """The manager has handled a message; nobody has heard yet what follows."""
+        if isinstance(message, Beat):
+            return
+        self._add(sender, encode(message).decode(), now_s)
+        if isinstance(message, Described) and self._order is None:
+            self._order = _order_of(message)
+            with self._database:
+                self._write_ledger(self._pending)
+            self._pending = []
+
+    def ticked(self, now_s: float) -> None:
+        """The manager was told the time, and something follows from it."""
+        self._add("", None, now_s)
+
+    def follow(self, instructions: Sequence[Instruction]) -> None:
+        """What follows from the last entry."""
+        with self._database:
+            self._database.execute("BEGIN")
+            self._write_ledger(instructions)
+        if self._num_since_snapshot >= SNAPSHOT_EVERY and self._manager is not None:
+            self._write_snapshot(self._manager.job)
+
+    # --- and what it hears ------------------------------------------------------------------
+
+    def restore(self, plan_for: PlanFor, policy: Policy | None = None) -> Restored:
+        """The manager with the state that this journal leads to; plans are asked for, and remembered, here."""
+        remembered = self._remembering(plan_for)
+        found = self._about("snapshot")
+        snapshot = None if found is None else msgspec.json.decode(found, type=_Snapshot)
+        number = 0 if snapshot is None else snapshot.number
+        now_s = 0.0 if snapshot is None else snapshot.at_s
+        manager = Manager(remembered, policy=policy, job=None if snapshot is None else snapshot.job)
+        self._manager = manager
+        if manager.job.description is not None:
+            self._order = _order_of(manager.job.description)
+        last: tuple[Instruction, ...] = ()
+        followed: list[Instruction] = []
+        rows = self._database.execute(
+            "SELECT at_s, sender, message FROM entries WHERE number > ? ORDER BY number", (number,)
+        ).fetchall()
+        for now_s, sender, text in rows:
+            if text is None:
+                last = manager.tick(now_s)
+            else:
+                message = _message.decode(text)
+                if isinstance(message, Described) and self._order is None:
+                    self._order = _order_of(message)
+                last = manager.handle(sender, message, now_s)
+            followed += last
+        self._num_since_snapshot = len(rows)
+        (num_steps,) = self._database.execute("SELECT COUNT(*) FROM ledger").fetchone()
+        with self._database:  # the crash may have come between an entry and what follows from it
+            self._database.execute("BEGIN")
+            self._write_ledger(last if num_steps == manager.job.num_committed else followed)
+        return Restored(manager=manager, now_s=now_s)
+
+    def ledger(self) -> tuple[LedgerEntry, ...]:
+        """All steps that have happened, in their order."""
+        rows = self._database.execute(
+            "SELECT step_index, generation, num_samples, digest, link FROM ledger ORDER BY step_index"
+        )
+        return tuple(
+            LedgerEntry(step_index=step, generation=generation, num_samples=count, digest=digest, link=link)
+            for step, generation, count, digest, link in rows
+        )
+
+    def order(self) -> SampleOrder | None:
+        """Which samples the job's steps use; None before the job has described itself."""
+        if self._order is None:
+            found = self._about("order")
+            self._order = None if found is None else msgspec.json.decode(found, type=SampleOrder)
+        return self._order
+
+    # --- the file ---------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        self._database.executescript(_SCHEMA)
+        found = self._about("version")
+        if found is None:
+            self._set_about("version", str(SCHEMA_VERSION))
+        elif found != str(SCHEMA_VERSION):
+            raise ConfigError(
+                f"{self.path} is a journal of version {found}; this Varuna reads version {SCHEMA_VERSION}. "
+                f"Go on with the Varuna that wrote it, or move it away to begin a new job."
+            )
+
+    def _about(self, key: str) -> str | None:
+        row = self._database.execute("SELECT value FROM about WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _set_about(self, key: str, value: str) -> None:
+        self._database.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (key, value))
+
+    def _add(self, sender: str, message: str | None, now_s: float) -> None:
+        self._database.execute(
+            "INSERT INTO entries (at_s, sender, message) VALUES (?, ?, ?)", (now_s, sender, message)
+        )
+        self._num_since_snapshot += 1
+
+    def _write_snapshot(self, job: JobRecord) -> None:
+        number, at_s = self._database.execute(
+            "SELECT number, at_s FROM entries ORDER BY number DESC LIMIT 1"
+        ).fetchone()
+        text = msgspec.json.encode(_Snapshot(number=number, at_s=at_s, job=job)).decode()
+        with self._database:
+            self._database.execute("BEGIN")
+            self._set_about("snapshot", text)
+            self._database.execute("DELETE FROM entries WHERE number <= ?", (number,))
+        self._num_since_snapshot = 0
+
+    def _write_ledger(self, instructions: Sequence[Instruction]) -> None:
+        """Idempotent: steps that are there stay as they are."""
+        for instruction in instructions:
+            if isinstance(instruction, StepsUndone):
+                self._database.execute("DELETE FROM ledger WHERE step_index >= ?", (instruction.first_step,))
+            elif isinstance(instruction, StepsCommitted):
+                if self._order is None:  # a step was heard of before what the job is
+                    self._pending.append(instruction)
+                else:
+                    self._write_steps(instruction, self._order)
+
+    def _write_steps(self, steps: StepsCommitted, order: SampleOrder) -> None:
+        row = self._database.execute(
+            "SELECT step_index, generation, num_samples, digest, link FROM ledger "
+            "ORDER BY step_index DESC LIMIT 1"
+        ).fetchone()
+        before = None
+        if row is None:
+            self._set_about("order", msgspec.json.encode(order).decode())
+        else:
+            before = LedgerEntry(
+                step_index=row[0], generation=row[1], num_samples=row[2], digest=row[3], link=row[4]
+            )
+        first = 0 if before is None else before.step_index + 1
+        for step in range(first, steps.end_step):
+            count = order.batch_size if steps.num_samples is None else steps.num_samples
+            before = next_entry(before, step, steps.generation, count, order)
+            self._database.execute(
+                "INSERT INTO ledger VALUES (?, ?, ?, ?, ?)",
+                (step, before.generation, before.num_samples, before.digest, before.link),
+            )
+
+    # --- plans ------------------------------------------------------------------------------
+
+    def _remembering(self, plan_for: PlanFor) -> PlanFor:
+        """Each number of workers gets its plan once; refusals are remembered too."""
+        known: dict[int, Planned | PlanError] = {}
+        rows = self._database.execute("SELECT num_workers, planned, refusal FROM plans")
+        for num_workers, planned, refusal in rows:
+            if planned is None:
+                known[num_workers] = PlanError(refusal)
+            else:
+                known[num_workers] = msgspec.json.decode(planned, type=Planned)
+
+        def remembering(num_workers: int, described: Described) -> Planned:
+            if num_workers not in known:
+                known[num_workers] = self._ask(plan_for, num_workers, described)
+            answer = known[num_workers]
+            if isinstance(answer, PlanError):
+                raise PlanError(str(answer))
+            return answer
+
+        return remembering
+
+    def _ask(self, plan_for: PlanFor, num_workers: int, described: Described) -> Planned | PlanError:
+        try:
+            planned = plan_for(num_workers, described)
+        except UserError as error:
+            self._database.execute(
+                "INSERT INTO plans (num_workers, refusal) VALUES (?, ?)", (num_workers, str(error))
+            )
+            return PlanError(str(error))
+        self._database.execute(
+            "INSERT INTO plans (num_workers, planned) VALUES (?, ?)",
+            (num_workers, msgspec.json.encode(planned).decode()),
+        )
+        return planned
+
+
+class ResumedClock:
+    """A clock that never shows less than ``least_s``: a machine that was started again counts from 0.
+
+    Args:
+        clock: the machine's.
+        least_s: the last time that a journal has.
+    """
+
+    def __init__(self, clock: Clock, least_s: float) -> None:
+        self._clock = clock
+        self._offset_s = max(0.0, least_s - clock.now_s())
+
+    def now_s(self) -> float:
+        """Seconds, as ``Clock`` has them."""
+        return self._clock.now_s() + self._offset_s
+
+
+def _order_of(described: Described) -> SampleOrder:
+    return SampleOrder(
+        dataset_length=described.dataset_length, batch_size=described.batch_size, seed=described.seed
+    )
