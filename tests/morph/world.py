@@ -227,7 +227,11 @@ class World:
         assert fresh.job == self.manager.job
         stored = msgspec.json.decode(msgspec.json.encode(self.manager.job), type=JobRecord)
         assert stored == self.manager.job
-        self.manager = Manager(self.plan_for, policy=self.policy, job=stored)
+        if self.journal is None:
+            self.manager = Manager(self.plan_for, policy=self.policy, job=stored)
+        else:
+            self.manager = self.journal.restore(self.plan_for, self.policy).manager
+            assert self.manager.job == stored
         for worker in self.workers.values():
             if worker.is_alive:
                 self.reconnect(worker)

@@ -1,4 +1,4 @@
-"""The ledger: for every step that has happened, which samples it used; and whether they are the right ones. Pure.
+"""The ledger: for every step that has happened, which samples it used, and whether those are right. Pure.
 
 Each entry has a digest of the ids of its samples and is chained to the entry before it, so that none can be
 changed, left out or put in later without breaking the chain. Which samples a step must use is a pure function
