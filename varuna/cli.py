@@ -12,11 +12,12 @@ from pathlib import Path
 import click
 
 from varuna.cli_fleet import profiles
+from varuna.cli_morph import events, preempt, status, workers
 from varuna.cli_plan import plan
 from varuna.cli_profile import profile
 from varuna.cli_simulate import simulate
 from varuna.cli_timeline import timeline
-from varuna.config import SCHEDULE_NAMES, LayoutConfig, ProfileConfig, TraceConfig
+from varuna.config import SCHEDULE_NAMES, LayoutConfig, MorphConfig, ProfileConfig, TraceConfig
 from varuna.errors import ConfigError, UserError
 from varuna.launch.naming import new_run_id
 
@@ -90,6 +91,12 @@ def main() -> None:
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Record some steps for https://ui.perfetto.dev.")
 @click.option("--trace-steps", help="Which: 5:8 is steps 5, 6 and 7, counted from 0. Default: 2:5.")
+@click.option(
+    "--morph/--no-morph",
+    "morphs",
+    default=None,
+    help="Go on when workers come and go, or end with the first that is lost. Default: go on.",
+)
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -106,6 +113,7 @@ def run(
     profiles_first: bool | None,
     trace: str | None,
     trace_steps: str | None,
+    morphs: bool | None,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -139,6 +147,7 @@ def run(
         run_id=run_id,
         log_dir=directory,
         show_all=show == "all",
+        morph=MorphConfig.from_env(os.environ, morphs) if num_workers > 1 else None,
     )
     exit_code = run_local(job, {**os.environ, **traced, **ProfileConfig(wanted=profiles_first).to_env()})
     if exit_code == 0 and log_dir is None:
@@ -164,6 +173,10 @@ main.add_command(profile)
 main.add_command(simulate)
 main.add_command(profiles)
 main.add_command(timeline)
+main.add_command(status)
+main.add_command(events)
+main.add_command(preempt)
+main.add_command(workers)
 
 
 def _layout(
@@ -215,9 +228,11 @@ def _log_directory(wanted: Path | None, run_id: str) -> Path:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Remove a directory of logs in which nothing was written."""
+    """Remove a directory of logs in which nothing was written, but for the journal of a job that ended well."""
+    from varuna.launch.manager import JOURNAL_NAMES
+
     files = list(directory.iterdir())
-    if not any(file.stat().st_size for file in files):
+    if not any(file.stat().st_size for file in files if file.name not in JOURNAL_NAMES):
         for file in files:
             file.unlink()
         directory.rmdir()

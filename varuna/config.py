@@ -275,6 +275,42 @@ def read_sizes(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+@dataclass(frozen=True, kw_only=True)
+class MorphConfig:
+    """How a job goes on when workers come and go.
+
+    Attributes:
+        heartbeat_limit_s: a worker that is silent for so long is taken for dead.
+    """
+
+    heartbeat_limit_s: float = 10.0
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str], wanted: bool | None = None) -> MorphConfig | None:
+        """Read ``VARUNA_MORPH`` (0 or 1, by default 1) and ``VARUNA_HEARTBEAT_S``.
+
+        Args:
+            environ: the variables.
+            wanted: what a flag says instead of ``VARUNA_MORPH``.
+
+        Returns:
+            None if the job is to end with the first worker that is lost.
+
+        Raises:
+            ConfigError: a value that cannot be.
+        """
+        if not (_flag("VARUNA_MORPH", environ.get("VARUNA_MORPH") or "1") if wanted is None else wanted):
+            return None
+        text = environ.get("VARUNA_HEARTBEAT_S") or "10"
+        try:
+            limit_s = float(text)
+        except ValueError:
+            limit_s = 0.0
+        if not 1.0 <= limit_s < float("inf"):
+            raise ConfigError(f"VARUNA_HEARTBEAT_S={text!r} is no number of seconds. Set it to 1 or more.")
+        return MorphConfig(heartbeat_limit_s=limit_s)
+
+
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Where captures and profiles are kept between runs: ``VARUNA_CACHE_DIR``, else varuna/ in the XDG cache.
 

@@ -91,9 +91,11 @@ class Warm:
         workers: int = 4,
         stages: int = 2,
         cache_dir: Path | None = None,
+        morphs: bool = False,
     ) -> Job:
         """`varuna run` of a script of ``scripts/``, micro-batches of 1 sample."""
         flags = ["--workers", str(workers), "--stages", str(stages), "--micro-batch-size", "1"]
+        flags.append("--morph" if morphs else "--no-morph")
         where = ["--log-dir", str(directory / "logs")]
         environ = _cache(cache_dir)
         return self._start(directory, "varuna", ["run", *flags, *where, _script(script), *arguments], environ)

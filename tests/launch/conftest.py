@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import Command, wait_until, write_script
+from varuna.morph.runs import living_runs
 
 Launch = Callable[..., Command]
 
@@ -25,7 +26,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     ) -> Command:
         path = write_script(tmp_path, script)
         flags = ["run", "--workers", str(workers), "--log-dir", str(tmp_path / "logs"), *options]
-        command = Command([*flags, path.name, *arguments], tmp_path, environ or {}, stderr)
+        cache = {"VARUNA_CACHE_DIR": str(tmp_path / "cache")}
+        command = Command([*flags, path.name, *arguments], tmp_path, {**cache, **(environ or {})}, stderr)
         commands.append(command)
         return command
 
@@ -34,6 +36,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         for command in commands:
             assert command.process.returncode is not None, "the test left its command running"
             wait_until(lambda command=command: not command.processes(), 5, "processes of the job end")
+        assert not living_runs(tmp_path / "cache"), "the run is still announced"
     finally:
         for command in commands:
             command.kill_all()

@@ -86,7 +86,8 @@ def test_the_cause_comes_first_then_one_line_for_each_other(launch: Launch, tmp_
     ],
 )
 def test_any_death_ends_the_job_with_its_exit_code(launch: Launch, fault: str, code: int, told: str) -> None:
-    done = run_to_failure(launch, WAIT_FOR_WORKER_1.format(fault=fault), workers=2)
+    script = WAIT_FOR_WORKER_1.format(fault=fault)
+    done = run_to_failure(launch, script, workers=2, options=("--no-morph",))
     assert done.code == code
     assert told in done.stderr
     if "killed by SIGSEGV" in told:
@@ -121,7 +122,7 @@ def test_a_killed_worker_is_the_cause_not_the_broken_connection_of_its_peer(laun
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
     """
-    done = run_to_failure(launch, script, workers=2)
+    done = run_to_failure(launch, script, workers=2, options=("--no-morph",))
     assert done.code == 137
     report = [line for line in done.stderr.splitlines() if line.startswith("varuna: worker")]
     assert report[0] == "varuna: worker 1 was killed by SIGKILL (out of memory?)"

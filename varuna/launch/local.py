@@ -1,7 +1,8 @@
 """A job on this machine: starts the zygote, has it fork the store and the workers, and sees the job to its end.
 
 This process has no torch and does no work: it waits for reports, asks the ``Supervisor`` what follows, and does
-that. Whatever way it leaves, the control socket closes with it and the zygote ends everything.
+that. Whatever way it leaves, the control socket closes with it and the zygote ends everything. If workers may
+come and go (``LocalJob.morph``) it is also the agent of a manager that it starts (``morphing.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from pathlib import Path
 import msgspec
 
 import varuna
-from varuna.config import LayoutConfig
-from varuna.failure import read_record, record_path
+from varuna.config import LayoutConfig, MorphConfig
+from varuna.failure import FailureRecord, read_record, record_path
+from varuna.launch.morphing import Morphing
 from varuna.launch.output import Output, PrefixedStream, say
 from varuna.launch.processes import adopt_orphans, kill_children, kill_group
 from varuna.launch.protocol import (
@@ -37,10 +39,11 @@ from varuna.launch.protocol import (
     WorkerNotice,
     decode_report,
 )
-from varuna.launch.report import failure_report
+from varuna.launch.report import describe_end, failure_report
 from varuna.launch.signals import SignalInbox
-from varuna.launch.supervise import Supervisor
+from varuna.launch.supervise import Supervisor, WorkerEnd
 from varuna.launch.timing import StartTiming
+from varuna.morph.messages import JobEnded, StartWorker, StopWorker
 
 STORE_NAME = "store"
 _HOST = "127.0.0.1"
@@ -64,6 +67,7 @@ class LocalJob:
         run_id: name of the run.
         log_dir: an existing directory for logs and failure records.
         show_all: repeat every worker's output on the terminal, not only worker 0's.
+        morph: how the job goes on when workers come and go; None ends it with the first that is lost.
     """
 
     target: str
@@ -74,6 +78,7 @@ class LocalJob:
     run_id: str = "local"
     log_dir: Path
     show_all: bool = False
+    morph: MorphConfig | None = None
 
 
 def run_local(job: LocalJob, environ: Mapping[str, str]) -> int:
@@ -100,7 +105,10 @@ class _Launcher:
         self._environ = environ
         self._inbox = inbox
         self._timing = StartTiming(time.monotonic(), job.num_workers)
-        self._supervisor = Supervisor(job.num_workers)
+        self._supervisor = Supervisor(job.num_workers, is_managed=job.morph is not None)
+        self._num_workers = job.num_workers  # ever started or to be started
+        self._local_ranks: dict[int, int] = {}  # of living workers
+        self._store: StoreReady | None = None
         self._output = Output(job.log_dir, "all" if job.show_all else "first")
         self._token = secrets.token_hex(16)
         self._group_ids: list[int] = []
@@ -109,6 +117,16 @@ class _Launcher:
         self._partial_notice = b""
         self._selector = selectors.DefaultSelector()
         self._zygote, self._channel = _start_zygote(environ, job.num_workers)
+        self._morphing: Morphing | None = None
+        if job.morph is not None:
+            self._morphing = Morphing(
+                job.morph,
+                run_id=job.run_id,
+                token=self._token,
+                environ=environ,
+                log_dir=job.log_dir,
+                selector=self._selector,
+            )
 
     def run(self) -> int:
         """See the job through; returns its exit code."""
@@ -122,10 +140,14 @@ class _Launcher:
             self._read_signals()
             self._read_notices()
             self._read_reports()
+            self._read_orders()
         return self._finish()
 
     def close(self) -> None:
         """End the zygote and whatever is left of the job. Idempotent."""
+        if self._morphing is not None:
+            self._morphing.close()
+            self._morphing = None
         self._channel.close()
         try:
             self._zygote.wait(_ZYGOTE_EXIT_TIMEOUT_S)
@@ -186,45 +208,101 @@ class _Launcher:
                 case Started():
                     self._group_ids.append(report.pid)
                     if report.name != STORE_NAME:
-                        self._supervisor.worker_started(_worker_index(report.name))
+                        self._started(_worker_index(report.name))
                 case Exited():
                     self._exited(report)
         if not self._channel.is_open and not self._supervisor.is_done:
             self._zygote.wait()
             self._supervisor.zygote_lost(self._zygote.returncode, time.monotonic())
 
+    def _read_orders(self) -> None:
+        """What the manager asks of its agent here, and whether there still is a manager."""
+        if self._morphing is None:
+            return
+        now_s = time.monotonic()
+        for order in self._morphing.orders():
+            match order:
+                case StartWorker():
+                    for _ in range(order.count):
+                        self._start_newcomer()
+                case StopWorker():
+                    worker_index = self._morphing.agent.worker_index_of(order.incarnation)
+                    if worker_index is not None:
+                        name = _worker_name(worker_index)
+                        self._channel.send(SendSignal(name=name, signum=signal.SIGKILL, with_children=True))
+                case JobEnded():
+                    if order.failure:
+                        self._supervisor.job_failed(order.failure, now_s)
+        if lost := self._morphing.look_after_manager(now_s):
+            say(lost)
+            self._supervisor.manager_lost(lost, now_s)
+
+    def _started(self, worker_index: int) -> None:
+        self._supervisor.worker_started(worker_index)
+        if self._morphing is not None:
+            rank = worker_index if worker_index < self._job.num_workers else None
+            self._morphing.agent.worker_started(worker_index, rank)
+
     def _exited(self, report: Exited) -> None:
         if report.name == STORE_NAME:
             self._supervisor.store_lost(time.monotonic())
             return
         worker_index = _worker_index(report.name)
-        self._take_record(worker_index)  # its notice may still be in the pipe
-        self._supervisor.worker_exited(worker_index, report.code, report.at_s, time.monotonic())
+        self._local_ranks.pop(worker_index, None)
+        record = self._take_record(worker_index)  # its notice may still be in the pipe
+        goes_on = self._supervisor.worker_exited(worker_index, report.code, report.at_s, time.monotonic())
+        if self._morphing is not None:
+            failure = "" if record is None else record.summary()
+            self._morphing.agent.worker_exited(worker_index, report.code, failure)
+        if goes_on:
+            end = WorkerEnd(worker_index=worker_index, code=report.code, record=record)
+            say(f"{describe_end(end)}; the others go on")
 
-    def _take_record(self, worker_index: int) -> None:
+    def _take_record(self, worker_index: int) -> FailureRecord | None:
         record = read_record(self._job.log_dir, worker_index)
         if record is not None and self._supervisor.worker_failed(record, time.monotonic()):
             self._output.append(worker_index, record.traceback_text)
+        return record
 
     # --- what is done -----------------------------------------------------------------------
 
     def _start_workers(self, store: StoreReady) -> None:
-        job = self._job
-        for worker_index in range(job.num_workers):
-            streams = self._output.streams_for(worker_index)
-            request = StartProcess(
-                name=_worker_name(worker_index),
-                worker_index=worker_index,
-                target=job.target,
-                is_module=job.is_module,
-                arguments=list(job.arguments),
-                environ=_worker_environ(job, worker_index, store, self._token),
-                failure_dir=str(job.log_dir),
-            )
-            fds = (streams.stdin, streams.stdout, streams.stderr, self._notices_writer)
-            self._channel.send(request, fds)
-            streams.close()
-        for pipe in self._output.pipes:
+        self._store = store
+        for worker_index in range(self._job.num_workers):
+            self._start_worker(worker_index, joins=False)
+
+    def _start_newcomer(self) -> None:
+        if self._store is not None and self._supervisor.worker_added(self._num_workers):
+            record_path(self._job.log_dir, self._num_workers).unlink(missing_ok=True)
+            self._start_worker(self._num_workers, joins=True)
+            self._num_workers += 1
+
+    def _start_worker(self, worker_index: int, *, joins: bool) -> None:
+        job, store = self._job, self._store
+        assert store is not None
+        taken = set(self._local_ranks.values())
+        local_rank = next(rank for rank in range(self._num_workers + 1) if rank not in taken)
+        self._local_ranks[worker_index] = local_rank
+        environ = _worker_environ(job, worker_index, local_rank, store, self._token)
+        terminal: tuple[int, ...] = ()
+        if self._morphing is not None:
+            environ |= self._morphing.environ_of(worker_index, joins=joins)
+            terminal = self._output.terminal_for(worker_index)
+        request = StartProcess(
+            name=_worker_name(worker_index),
+            worker_index=worker_index,
+            target=job.target,
+            is_module=job.is_module,
+            arguments=list(job.arguments),
+            environ=environ,
+            failure_dir=str(job.log_dir),
+            num_fds=4 + len(terminal),
+        )
+        streams = self._output.streams_for(worker_index)
+        fds = (streams.stdin, streams.stdout, streams.stderr, self._notices_writer, *terminal)
+        self._channel.send(request, fds)
+        streams.close()
+        for pipe in self._output.new_pipes():
             self._selector.register(pipe.fd, selectors.EVENT_READ, pipe)
 
     def _send_due_signals(self) -> None:
@@ -250,13 +328,18 @@ def _start_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[subproc
     return process, Channel(ours)
 
 
-def _worker_environ(job: LocalJob, worker_index: int, store: StoreReady, token: str) -> dict[str, str]:
-    """What a worker finds in its environment: torchrun's names, and Varuna's own."""
+def _worker_environ(
+    job: LocalJob, worker_index: int, local_rank: int, store: StoreReady, token: str
+) -> dict[str, str]:
+    """What a worker finds in its environment: torchrun's names, and Varuna's own.
+
+    A newcomer's numbers only have to be consistent: it gets its rank with its place.
+    """
     return {
         "RANK": str(worker_index),
-        "WORLD_SIZE": str(job.num_workers),
-        "LOCAL_RANK": str(worker_index),
-        "LOCAL_WORLD_SIZE": str(job.num_workers),
+        "WORLD_SIZE": str(max(job.num_workers, worker_index + 1)),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(max(job.num_workers, local_rank + 1)),
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
         # so that torch.distributed.init_process_group() in a user's script joins this store as a client
@@ -265,6 +348,8 @@ def _worker_environ(job: LocalJob, worker_index: int, store: StoreReady, token: 
         "VARUNA_RUN_ID": job.run_id,
         "VARUNA_TOKEN": token,
         "VARUNA_FAILURE_DIR": str(job.log_dir),
+        "VARUNA_MANAGER": "",  # not that of a job in which this one may have been started
+        "VARUNA_JOINS": "0",
         **job.layout.to_env(),
     }
 

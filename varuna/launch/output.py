@@ -2,7 +2,8 @@
 
 Worker 0 gets the launcher's own descriptors, so a progress line sees a terminal when there is one. Every other
 worker writes standard output and error, in order, to ``worker-<i>.log``; with ``show="all"`` the launcher
-stands between and repeats each line on its own output behind ``[worker <i>] ``.
+stands between and repeats each line on its own output behind ``[worker <i>] ``. Where workers come and go, each
+is also given the launcher's descriptors, to speak to the terminal itself when it becomes worker 0.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Output:
 
     def __init__(self, log_dir: Path, show: Show) -> None:
         self.log_dir = log_dir
-        self.pipes: list[PrefixedStream] = []
+        self._pipes: list[PrefixedStream] = []
+        self._num_given = 0
         self._show = show
         self._logs: dict[int, BinaryIO] = {}
 
@@ -91,6 +93,15 @@ class Output:
         stdout = self._pipe(worker_index, log, _write_stdout)
         stderr = self._pipe(worker_index, log, _write_stderr)
         return WorkerStreams(stdin=null, stdout=stdout, stderr=stderr, owned=(null, stdout, stderr))
+
+    def terminal_for(self, worker_index: int) -> tuple[int, ...]:
+        """What a worker takes when it becomes worker 0; nothing if the terminal shows its output anyway."""
+        return () if worker_index == 0 or self._show == "all" else (0, 1, 2)
+
+    def new_pipes(self) -> list[PrefixedStream]:
+        """Pipes to read from that were made since the last call."""
+        new, self._num_given = self._pipes[self._num_given :], len(self._pipes)
+        return new
 
     def append(self, worker_index: int, text: str) -> None:
         """Add the launcher's own words to a worker's log; worker 0 has none."""
@@ -110,10 +121,10 @@ class Output:
 
     def close(self) -> None:
         """Pass on what is left and close all."""
-        for pipe in self.pipes:
+        for pipe in self._pipes:
             pipe.pump()
             os.close(pipe.fd)
-        self.pipes.clear()
+        self._pipes.clear()
         for log in self._logs.values():
             log.close()
 
@@ -125,7 +136,7 @@ class Output:
 
     def _pipe(self, worker_index: int, log: BinaryIO, sink: Callable[[bytes], None]) -> int:
         reader, writer = os.pipe()
-        self.pipes.append(PrefixedStream(reader, f"[worker {worker_index}] ", log, sink))
+        self._pipes.append(PrefixedStream(reader, f"[worker {worker_index}] ", log, sink))
         return writer
 
 

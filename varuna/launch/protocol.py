@@ -23,7 +23,10 @@ class StartStore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartProcess(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork a worker. Descriptors: standard input, output, error, and the pipe for ``WorkerNotice`` lines.
+    """Fork a worker.
+
+    Descriptors: standard input, output, error, the pipe for ``WorkerNotice`` lines; then, for a worker that may
+    become worker 0, what are to be its standard streams when it does.
 
     Attributes:
         name: what reports call it; unique among the living.

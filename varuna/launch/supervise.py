@@ -3,6 +3,10 @@
 One worker's failure, a lost store or a request to stop begins the ending: the others get a moment to end by
 themselves, then SIGTERM, then SIGKILL, all within ``MAX_ENDING_S``. A worker that ends well while others go on
 changes nothing.
+
+In a job that has a manager (``is_managed``) a worker that a signal ended changes nothing either, nor does a
+newcomer that fails: the manager decides how the others go on, or that they cannot (``job_failed``). Such a job
+has ended well if the last of its workers has.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from dataclasses import dataclass
 from varuna.failure import FailureRecord
 
 MAX_ENDING_S = 4.0
+
+_HEALED_S = 60.0
+"""After a death, a job that still works has found how to go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +108,12 @@ class Outcome:
 class Supervisor:
     """Follows the workers of one job. Times are seconds on one monotonic clock."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, is_managed: bool = False) -> None:
         self._ends: dict[int, WorkerEnd] = {}
         self._waiting = set(range(num_workers))
+        self._founders = frozenset(range(num_workers))
+        self._is_managed = is_managed
+        self._survived: list[int] = []  # workers whose ends did not end the job, in that order
         self._alive: set[int] = set()
         self._records: dict[int, FailureRecord] = {}
         self._signalled: dict[int, signal.Signals] = {}
@@ -128,20 +138,46 @@ class Supervisor:
             self._waiting.discard(worker_index)
             self._alive.add(worker_index)
 
+    def worker_added(self, worker_index: int) -> bool:
+        """A newcomer is to start; False if the job ends and it should not."""
+        if self.is_ending or self.is_done:
+            return False
+        self._waiting.add(worker_index)
+        return True
+
     def worker_failed(self, record: FailureRecord, now_s: float) -> bool:
         """A worker left a failure record; its process may need a while to end. Returns whether this is news."""
         if record.worker_index in self._records:
             return False
         self._records[record.worker_index] = record
-        self._end(_AFTER_FAILURE, now_s)
+        if not self._is_managed or record.worker_index in self._founders:
+            self._end(_AFTER_FAILURE, now_s)
         return True
 
-    def worker_exited(self, worker_index: int, code: int, at_s: float, now_s: float) -> None:
-        """A worker's process is gone."""
+    def worker_exited(self, worker_index: int, code: int, at_s: float, now_s: float) -> bool:
+        """A worker's process is gone. Returns whether the job goes on though it did not end well."""
         if worker_index not in self._alive:
-            return
+            return False
         self._settle(worker_index, code, at_s)
-        if code != 0:
+        if code == 0 or self.is_ending:
+            return False
+        if self._is_managed and (code < 0 or worker_index not in self._founders):
+            self._survived.append(worker_index)
+            return not self.is_done
+        self._end(_AFTER_FAILURE, now_s)
+        return False
+
+    def job_failed(self, reason: str, now_s: float) -> None:
+        """The manager says that the job cannot go on."""
+        if not self.is_ending:
+            self._lost = self._lost or f"the job cannot go on: {reason}."
+        self._end(_AFTER_FAILURE, now_s)
+
+    def manager_lost(self, reason: str, now_s: float) -> None:
+        """There will be no manager any more: a worker's death now ends the job, one a short while ago too."""
+        self._is_managed = False
+        if any(now_s - self._ends[index].at_s < _HEALED_S for index in self._survived):
+            self._lost = self._lost or reason
             self._end(_AFTER_FAILURE, now_s)
 
     def store_lost(self, now_s: float) -> None:
@@ -186,11 +222,27 @@ class Supervisor:
         ends = tuple(self._ends[index] for index in sorted(self._ends))
         if self._stopped_by is not None:
             return Outcome(exit_code=128 + self._stopped_by, stopped_by=self._stopped_by, others=ends)
-        root = min((end for end in ends if end.is_failure), key=_cause_order, default=None)
-        others = tuple(end for end in ends if end is not root)
+        root = self._root(ends)
         if root is None:
-            return Outcome(exit_code=1 if self._lost else 0, others=others, lost=self._lost)
-        return Outcome(exit_code=root.exit_code, root=root, others=others, lost=self._lost)
+            return Outcome(exit_code=1 if self._lost else 0, others=self._without(None), lost=self._lost)
+        lost = "" if root.record is not None and self._survived else self._lost  # it says the same
+        return Outcome(exit_code=root.exit_code, root=root, others=self._without(root), lost=lost)
+
+    def _root(self, ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
+        """The end that ended the job; None if it ended well, or by something other than a worker."""
+        if not self.is_ending and self._survived:
+            last = max(ends, key=lambda end: end.at_s)
+            return last if last.is_failure else None
+        failures = [end for end in ends if end.is_failure and end.worker_index not in self._survived]
+        causes = [end for end in failures if end.record is None or end.record.is_root_cause]
+        if not causes and self._survived:
+            return self._ends[self._survived[-1]]
+        return min(failures, key=_cause_order, default=None)
+
+    def _without(self, root: WorkerEnd | None) -> tuple[WorkerEnd, ...]:
+        """All other ends, but for those long ago that the job survived."""
+        ends = sorted(self._ends.items())
+        return tuple(end for index, end in ends if end is not root and index not in self._survived)
 
     def _settle(self, worker_index: int, code: int | None, at_s: float) -> None:
         self._alive.discard(worker_index)

@@ -27,15 +27,18 @@ import msgspec
 from varuna.errors import ConfigError
 from varuna.failure import FailureRecord, record_of, write_record
 from varuna.launch.protocol import StartProcess, WorkerNotice
+from varuna.morph.terminal import offer_terminal
 
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 def run_worker(request: StartProcess, fds: Sequence[int]) -> int:
     """Run the user's script in this process; returns the exit code it should end with."""
-    stdin, stdout, stderr, notice_fd = fds
+    stdin, stdout, stderr, notice_fd, *terminal = fds
     os.environ.update(request.environ)
     _take_streams(stdin, stdout, stderr)
+    if terminal:
+        offer_terminal(os.environ, terminal)
     os.set_inheritable(notice_fd, False)
     faulthandler.enable()
     try:

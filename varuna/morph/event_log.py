@@ -7,29 +7,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
-from msgspec import Struct
+from varuna.morph.views import LoggedEvent
 
 _NUM_KEPT = 20_000
-
-
-class LoggedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event.
-
-    Attributes:
-        number: counts from 1 for each life of the manager.
-        at: when, UTC, ISO 8601.
-        kind: a word to filter by.
-        text: for people.
-        generation: in which it happened.
-        step_index: of the step that it is about.
-    """
-
-    number: int
-    at: str
-    kind: str
-    text: str
-    generation: int
-    step_index: int | None = None
 
 
 class EventLog:

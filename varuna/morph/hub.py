@@ -1,0 +1,296 @@
+"""Between the manager's decisions and its connections: what arrives is decided on, what follows is delivered.
+
+No sockets here: a connection is something that messages are put into. Everything runs in one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from varuna.clock import Clock
+from varuna.errors import ProtocolError
+from varuna.morph.event_log import EventLog
+from varuna.morph.heartbeat import Heartbeats, Suspect
+from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
+from varuna.morph.messages import (
+    Beat,
+    FromAgent,
+    FromWatch,
+    FromWorker,
+    JobEnded,
+    LeaveAsked,
+    StartWorker,
+    StopWorker,
+    WorkerExited,
+    WorkerLost,
+    decode_from_agent,
+    decode_from_worker,
+    encode,
+)
+from varuna.morph.record import WorkerStatus
+from varuna.morph.state import Manager
+
+HEARTBEAT_LIMIT_S = 10.0
+"""A worker that is silent for so long is fenced."""
+
+RECONNECT_S = 5.0
+"""What workers get beyond that to find a manager that was started again."""
+
+_ToAgent = StopWorker | StartWorker | JobEnded
+
+
+class Books(Protocol):
+    """Where what happened is written down."""
+
+    def received(self, sender: str, message: FromWorker | FromAgent | FromWatch, now_s: float) -> None:
+        """A message that the manager has handled."""
+
+    def ticked(self, now_s: float) -> None:
+        """The time was told to the manager, and something followed."""
+
+    def follow(self, instructions: Sequence[Instruction]) -> None:
+        """What followed."""
+
+
+class Connection:
+    """One side's line: what is put into ``queue`` is sent, in order; None closes it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # never used twice: to the heartbeats, each connection is an incarnation
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.close_reason = ""
+
+    def send(self, data: bytes) -> None:
+        """Send it when it can be sent."""
+        self.queue.put_nowait(data)
+
+    def close(self, reason: str) -> None:
+        """Close it, after what was put in before."""
+        self.close_reason = reason
+        self.queue.put_nowait(None)
+
+
+class Hub:
+    """The manager and its connections.
+
+    Args:
+        manager: who decides.
+        books: what is written down; None for nothing.
+        clock: the manager's.
+        heartbeat_limit_s: see ``HEARTBEAT_LIMIT_S``.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        clock: Clock,
+        *,
+        books: Books | None = None,
+        heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
+    ) -> None:
+        self.manager = manager
+        self.events = EventLog()
+        self._clock = clock
+        self._books = books
+        self._hearts = Heartbeats(heartbeat_limit_s)
+        self._num_connections = 0
+        self._workers: dict[str, Connection] = {}
+        self._agents: dict[str, Connection] = {}
+        self._was_silent = False
+        self._expect_members()
+
+    # --- connections ------------------------------------------------------------------------
+
+    def refusal_of(self, incarnation: str) -> str:
+        """Why a worker may not connect; empty if it may."""
+        worker = self.manager.job.workers.get(incarnation)
+        if worker is None or worker.status is not WorkerStatus.GONE:
+            return ""
+        return worker.gone_reason or "its process has ended"
+
+    def worker_connected(self, incarnation: str) -> Connection:
+        """A worker is here, perhaps again."""
+        connection = self._connected(self._workers, incarnation)
+        self._hearts.expect(incarnation, connection.name, self._clock.now_s())
+        return connection
+
+    def agent_connected(self, name: str) -> Connection:
+        """An agent is here, perhaps again."""
+        return self._connected(self._agents, name)
+
+    def worker_gone(self, incarnation: str, connection: Connection, *, in_order: bool) -> None:
+        """A worker's connection has ended; ``in_order`` if it said so itself: it will not beat any more."""
+        self._disconnected(self._workers, incarnation, connection)
+        if in_order:
+            self._hearts.fence(incarnation, connection.name, "it has closed its connection")
+
+    def agent_gone(self, name: str, connection: Connection) -> None:
+        """An agent's connection has ended."""
+        self._disconnected(self._agents, name, connection)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.events.close()
+        for connection in (*self._workers.values(), *self._agents.values()):
+            connection.close("the manager ends")
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """Workers and agents that are connected."""
+        return frozenset(self._workers) | frozenset(self._agents)
+
+    # --- what arrives -----------------------------------------------------------------------
+
+    def from_worker(self, incarnation: str, connection: Connection, data: bytes) -> None:
+        """A worker's message.
+
+        Raises:
+            ProtocolError: it is none; nothing has changed.
+        """
+        message = decode_from_worker(data)
+        if self._workers.get(incarnation) is not connection:
+            return  # another connection of this worker has taken its place
+        self._hearts.beat(incarnation, connection.name, self._clock.now_s())
+        if not isinstance(message, Beat):
+            self._take(incarnation, message)
+
+    def from_agent(self, name: str, data: bytes) -> None:
+        """An agent's message.
+
+        Raises:
+            ProtocolError: it is none; nothing has changed.
+        """
+        self._take(name, decode_from_agent(data))
+
+    def ask_to_leave(self, wanted: LeaveAsked) -> tuple[str, ...]:
+        """A person asks workers to leave; which ones that are.
+
+        Raises:
+            ProtocolError: there is no such worker or machine; nothing has changed.
+        """
+        alive = [
+            worker
+            for worker in self.manager.job.workers.values()
+            if worker.status not in (WorkerStatus.GONE, WorkerStatus.LEAVING)
+        ]
+        asked = tuple(
+            worker.incarnation
+            for worker in alive
+            if worker.incarnation == wanted.incarnation or (wanted.machine and worker.machine == wanted.machine)
+        )
+        if not asked:
+            known = ", ".join(worker.incarnation for worker in alive) or "none"
+            what = wanted.incarnation or f"machine {wanted.machine}"
+            raise ProtocolError(f"No living worker is {what!r}. Living workers: {known}.")
+        agent = self.manager.job.workers[asked[0]].agent
+        self._take(agent, wanted)
+        return asked
+
+    def add_workers(self, count: int, machine: str = "") -> str:
+        """Have an agent start newcomers; which one does.
+
+        Raises:
+            ProtocolError: no such agent is connected; nothing has changed.
+        """
+        names = [name for name in self._agents if machine in ("", name)]
+        if not names:
+            what = f"the agent of machine {machine!r}" if machine else "no agent"
+            raise ProtocolError(f"Workers cannot be added: {what} is {'not ' if machine else ''}connected.")
+        self._tell("adding", f"{count} more worker{'s' if count > 1 else ''} asked of {names[0]}")
+        self._agents[names[0]].send(encode(StartWorker(count=count)))
+        return names[0]
+
+    def tick(self) -> None:
+        """Look at the time; call it a few times in the heartbeat's limit."""
+        now_s = self._clock.now_s()
+        for suspect in self._hearts.suspects(now_s):
+            self._suspected(suspect)
+        instructions = self.manager.tick(now_s)
+        if instructions and self._books is not None:
+            self._books.ticked(now_s)
+        self._deliver(instructions)
+
+    # --- what follows -----------------------------------------------------------------------
+
+    def _take(self, sender: str, message: FromWorker | FromAgent | FromWatch) -> None:
+        now_s = self._clock.now_s()
+        instructions = self.manager.handle(sender, message, now_s)
+        if self._books is not None:
+            self._books.received(sender, message, now_s)
+        if isinstance(message, WorkerExited):
+            self._forget(message.incarnation)
+        self._deliver(instructions)
+
+    def _deliver(self, instructions: Sequence[Instruction]) -> None:
+        """Written down before anybody hears of it."""
+        if instructions and self._books is not None:
+            self._books.follow(instructions)
+        for instruction in instructions:
+            match instruction:
+                case Send():
+                    self._send(instruction)
+                case Tell():
+                    self._tell(instruction.kind, instruction.text)
+                case StepsCommitted():
+                    for index in range(instruction.first_step, instruction.end_step):
+                        self.events.add("step", f"step {index}", instruction.generation, step_index=index)
+                case StepsUndone():
+                    self._tell("undone", f"steps from {instruction.first_step} on have to be run again")
+
+    def _send(self, instruction: Send) -> None:
+        """Whoever is away is told again when it comes back: ``Manager.repeat_for``."""
+        to_agent = isinstance(instruction.message, _ToAgent)
+        connection = (self._agents if to_agent else self._workers).get(instruction.recipient)
+        if connection is not None:
+            connection.send(encode(instruction.message))
+
+    def _tell(self, kind: str, text: str) -> None:
+        self.events.add(kind, text, self.manager.job.generation.number)
+
+    def _connected(self, connections: dict[str, Connection], name: str) -> Connection:
+        self._num_connections += 1
+        connection = Connection(f"connection {self._num_connections}")
+        old = connections.get(name)
+        if old is not None:
+            old.close("another connection has taken its place")
+        connections[name] = connection
+        for instruction in self.manager.repeat_for(name):
+            if isinstance(instruction, Send):
+                self._send(instruction)
+        return connection
+
+    @staticmethod
+    def _disconnected(connections: dict[str, Connection], name: str, connection: Connection) -> None:
+        if connections.get(name) is connection:
+            del connections[name]
+
+    # --- liveness ---------------------------------------------------------------------------
+
+    def _expect_members(self) -> None:
+        """A manager that was started again waits for those it knows."""
+        now_s = self._clock.now_s()
+        for worker in self.manager.job.with_status(WorkerStatus.READY, WorkerStatus.MEMBER):
+            limit_s = self._hearts.limit_s + RECONNECT_S
+            self._hearts.expect(worker.incarnation, "none yet", now_s, limit_s=limit_s)
+
+    def _suspected(self, suspect: Suspect) -> None:
+        """Fence it, unless nobody would be left: then nobody gains by it, and it may yet come back."""
+        reason = f"no sign of life for {suspect.silent_s:.1f} s"
+        if suspect.all_are_silent or len(self._hearts.live()) == 1:
+            if not self._was_silent:
+                self._tell("silence", f"{suspect.worker}: {reason}; nobody else is heard either, so all wait")
+            self._was_silent = True
+            return
+        self._was_silent = False
+        self._forget(suspect.worker)
+        self._take("", WorkerLost(incarnation=suspect.worker, reason=reason))
+        connection = self._workers.get(suspect.worker)
+        if connection is not None:
+            connection.close(reason)
+
+    def _forget(self, incarnation: str) -> None:
+        connection = self._hearts.live().get(incarnation)
+        if connection is not None:
+            self._hearts.fence(incarnation, connection, "it is gone")
