@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from varuna.plan.cluster import Cluster
 
 _UP = click.IntRange(min=1)
+_WIDTH = 160
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _UNITS = {
     "": 1,
@@ -130,10 +131,11 @@ def _explain(choice: Choice, num_rows: int) -> None:
     chosen = select(choice.candidates, num_rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("P x D", "schedule", "why not") else "right")
+        is_text = column in ("P x D", "schedule", "why not")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "why not")
     for row in candidate_rows(chosen):
         table.add_row(*row, style="green" if row[-1] == "chosen" else None)
-    console = Console(highlight=False, soft_wrap=not Console().is_terminal)
+    console = Console(highlight=False, width=max(_WIDTH, Console().width))
     console.print()
     console.print(table)
     left = len(choice.candidates) - len(chosen)

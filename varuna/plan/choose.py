@@ -1,7 +1,7 @@
 """Which plan is the fastest for a profile and a cluster, and why.
 
-``space`` lists the layouts and bounds them, ``search`` looks at the promising ones more closely with ``borders`` and
-the simulator, and here the few best are predicted as whole plans: that decides.
+``points`` lists the layouts and bounds them, ``search`` looks at the promising ones more closely with
+``borders`` and the simulator, and here the few best are predicted as whole plans: that decides.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from varuna.errors import PlanError
 from varuna.plan.cluster import Cluster
 from varuna.plan.considered import Candidate, candidates_of
-from varuna.plan.evaluate import Evaluator, Laid, Outcome
+from varuna.plan.lay import Laid
 from varuna.plan.layout import PlanChoice
+from varuna.plan.outcome import Outcome
+from varuna.plan.points import PointMaker
 from varuna.plan.predict import Prediction, predict
 from varuna.plan.profile import Profile
-from varuna.plan.refusal import check_wish, refuse
+from varuna.plan.refusal import refusal
+from varuna.plan.schedule import SCHEDULES
 from varuna.plan.search import Search
-from varuna.plan.space import Wish, make_space
+from varuna.plan.setting import Setting
+from varuna.plan.wish import Wish, check_wish
 from varuna.spec import PipelineSpec, Plan, StageSpec
 
 FINALISTS, FINALISTS_OF_MANY, SMALL = 8, 2, 400
@@ -73,59 +77,86 @@ def choose_plan(
     Raises:
         PlanError: nothing fits, or what was fixed cannot be laid out; with values and what would help.
     """
-    wish = check_wish(profile, cluster, batch_size, num_stages, micro_batch_size, schedule, recompute)
+    wish = check_wish(
+        profile,
+        cluster,
+        batch_size=batch_size,
+        num_stages=num_stages,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        recompute=recompute,
+    )
     search = search_plans(profile, cluster, wish)
-    finalists: list[tuple[Prediction, Plan, Outcome]] = []
-    best_s = float("inf")
-    most = FINALISTS if cluster.num_workers <= SMALL else FINALISTS_OF_MANY
-    for outcome in sorted(search.outcomes, key=lambda outcome: outcome.step_s):
-        if outcome.step_s >= best_s or len(finalists) == most:
-            break
-        plan = plan_of(outcome.laid, search.evaluator)
-        prediction = predict(plan, profile, cluster, num_runs=NUM_RUNS)
-        if _fits(plan, prediction, search.evaluator):
-            finalists.append((prediction, plan, outcome))
-            best_s = min(best_s, prediction.step_s)
+    finalists = _finalists(search, profile, cluster)
     if not finalists:
-        raise PlanError(
-            refuse(search, profile, cluster, wish, lambda other: _is_possible(profile, cluster, other))
-        )
-    prediction, plan, outcome = min(finalists, key=lambda finalist: finalist[0].step_s)
-    candidates = candidates_of(search, outcome, {id(o): p for p, _, o in finalists})
+        assert search.points is not None, "the search was run"
+
+        def is_possible(other: Wish) -> bool:
+            return bool(search_plans(profile, cluster, other).outcomes)
+
+        raise PlanError(refusal(search.setting, search.points, is_possible))
+    best = min(finalists, key=lambda finalist: _rank(finalist.prediction.step_s, finalist.outcome.laid))
+    predictions = {id(finalist.outcome): finalist.prediction for finalist in finalists}
+    candidates = candidates_of(search, best.outcome, predictions)
     return Choice(
-        plan=plan,
-        prediction=prediction,
+        plan=best.plan,
+        prediction=best.prediction,
         candidates=candidates,
-        reason=_reason(plan, prediction, candidates, wish),
+        reason=_reason(best.plan, best.prediction, candidates, wish),
     )
 
 
 def search_plans(profile: Profile, cluster: Cluster, wish: Wish) -> Search:
     """Everything simulated and ruled out for a wish."""
-    evaluator = Evaluator(profile, cluster, wish)
-    space = make_space(profile, evaluator.sections, evaluator.residents, evaluator.devices, wish)
-    search = Search(evaluator=evaluator, space=space)
+    setting = Setting(profile, cluster, wish)
+    search = Search(setting=setting, maker=PointMaker(setting))
     search.run()
     return search
 
 
-def plan_of(laid: Laid, evaluator: Evaluator) -> Plan:
-    """The plan of a layout: pipelines in the order of their first workers, shares contiguous."""
-    rows: list[tuple[list[int], int, int]] = []
+@dataclass(frozen=True, eq=False)
+class _Finalist:
+    outcome: Outcome
+    plan: Plan
+    prediction: Prediction
+
+
+def _finalists(search: Search, profile: Profile, cluster: Cluster) -> list[_Finalist]:
+    """The fastest outcomes as whole plans, until the next outcome is no faster than the best prediction."""
+    finalists: list[_Finalist] = []
+    most = FINALISTS if cluster.num_workers <= SMALL else FINALISTS_OF_MANY
+    best_s = float("inf")
+    for outcome in sorted(search.outcomes, key=lambda outcome: _rank(outcome.step_s, outcome.laid)):
+        if outcome.step_s >= best_s or len(finalists) == most:
+            break
+        plan = plan_of(outcome.laid, search.setting)
+        prediction = predict(plan, profile, cluster, num_runs=NUM_RUNS)
+        if _fits(prediction, search.setting):
+            finalists.append(_Finalist(outcome, plan, prediction))
+            best_s = min(best_s, prediction.step_s)
+    return finalists
+
+
+def _rank(step_s: float, laid: Laid) -> tuple[float, int]:
+    """Fastest first; among equals, the schedule that stands late messages best, as ``SCHEDULES`` has them."""
+    return float(f"{step_s:.9g}"), SCHEDULES.index(laid.schedule)
+
+
+def plan_of(laid: Laid, setting: Setting) -> Plan:
+    """The plan of a layout: larger shares first, then by first worker; the last has the short micro-batch."""
+    rows: list[tuple[int, list[int], int]] = []
     fewer = laid.num_fewer
-    for index, plan in sorted(enumerate(laid.kinds), key=lambda item: -item[1].finish_s):
-        for workers in plan.kind.workers.tolist():
+    for index, plan in sorted(enumerate(laid.kinds), key=lambda item: -item[1].borders.value_s):
+        for workers in reversed(plan.kind.workers.tolist()):
             share = plan.num_micro_batches
             if fewer and share > 1:
                 share, fewer = share - 1, fewer - 1
-            rows.append((workers, index, share))
-    rows.sort(
-        key=lambda row: (-row[2], row[0])
-    )  # larger shares first: the short micro-batch goes to a small one
+            rows.append((-share, workers, index))
+    rows.sort()
     pipelines = []
     first = 0
-    for workers, index, share in rows:
-        borders = laid.kinds[index].borders
+    for negative_share, workers, index in rows:
+        borders, end = laid.kinds[index].borders, first - negative_share
         stages = tuple(
             StageSpec(
                 worker_index=worker,
@@ -136,30 +167,26 @@ def plan_of(laid: Laid, evaluator: Evaluator) -> Plan:
             )
             for stage, worker in enumerate(workers)
         )
-        pipelines.append(PipelineSpec(stages=stages, first_micro_batch=first, end_micro_batch=first + share))
-        first += share
+        pipelines.append(PipelineSpec(stages=stages, first_micro_batch=first, end_micro_batch=end))
+        first = end
     return Plan(
         pipelines=tuple(pipelines),
-        num_workers=evaluator.devices.num_workers,
-        num_sections=len(evaluator.profile.sections),
-        batch_size=evaluator.wish.batch_size,
+        num_workers=setting.devices.num_workers,
+        num_sections=len(setting.profile.sections),
+        batch_size=setting.wish.batch_size,
         micro_batch_size=laid.point.micro_batch_size,
         schedule=laid.schedule,
     )
 
 
-def _fits(plan: Plan, prediction: Prediction, evaluator: Evaluator) -> bool:
+def _fits(prediction: Prediction, setting: Setting) -> bool:
     """Whether every device has the memory that was predicted."""
-    memory = evaluator.devices.memory_bytes
+    memory = setting.devices.memory_bytes
     return all(
         stage.peak_memory_bytes <= memory[stage.worker_index]
         for pipeline in prediction.pipelines
         for stage in pipeline.stages
     )
-
-
-def _is_possible(profile: Profile, cluster: Cluster, wish: Wish) -> bool:
-    return bool(search_plans(profile, cluster, wish).outcomes)
 
 
 def _reason(plan: Plan, prediction: Prediction, candidates: Sequence[Candidate], wish: Wish) -> str:
@@ -187,18 +214,17 @@ def _reason(plan: Plan, prediction: Prediction, candidates: Sequence[Candidate],
     if fixed:
         text += f" (with {' and '.join(fixed)} as asked for)"
     second = next((row for row in candidates[1:] if row.simulated), None)
+    second = second or next((row for row in candidates[1:] if row.step_s < float("inf")), None)
     if second is None:
-        return f"{text}. No other layout came close enough to be simulated."
-    return (
-        f"{text}. Next best: {_layout(second)}, {max(0.0, second.step_s / prediction.step_s - 1):.1%} slower."
-    )
+        return f"{text}. Nothing else fits."
+    return f"{text}. Next best: {_layout(second)}, {second.rejected}."
 
 
 def _layout(row: Candidate) -> str:
     deeper = f" ({row.num_deeper} of them {row.num_stages + 1})" if row.num_deeper else ""
     return (
         f"{row.num_pipelines} x {row.num_stages} stages{deeper}, micro-batches of {row.micro_batch_size}, "
-        f"{row.schedule}"
+        f"{row.schedule.replace(', ', ' or ')}"
     )
 
 

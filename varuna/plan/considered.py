@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from varuna.plan.evaluate import Evaluator, Outcome
+from varuna.plan.outcome import Outcome, simulate
+from varuna.plan.points import Point
 from varuna.plan.predict import Prediction
 from varuna.plan.render import format_bytes
-from varuna.plan.search import Ruled, Search
-from varuna.plan.space import Point
+from varuna.plan.search import BY_ESTIMATE, DOES_NOT_FIT, Ruled, Search
+from varuna.plan.setting import Setting
+from varuna.plan.tightest import tightest_stage
 
-DETAILED = 40
-"""So many of the fastest simulated layouts are simulated again with free messages, to tell communication."""
+DETAILED = 6
+"""So many of the fastest are simulated again with free messages, to tell communication; and so many of those
+that do not fit get told which stage, and by how much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Candidate:
         num_stages, num_pipelines, micro_batch_size: P, D and m.
         num_micro_batches: of the pipeline that runs most of them.
         num_deeper: pipelines, among the D, that have P + 1 stages.
-        schedule: its schedule; empty where a bound ruled it out for every schedule.
+        schedule: its schedule; or several, separated by commas, that were ruled out together.
         layout: ``pipelines`` or ``replicas`` on one machine (see ``placement``); empty if not simulated.
         step_s: seconds of a step: simulated, or at least so many; infinite if it does not fit.
         simulated: ``step_s`` is a simulation's; otherwise a lower bound.
@@ -62,73 +65,78 @@ def candidates_of(
         chosen: the outcome that became the plan.
         predictions: of outcomes by ``id``, where there is one.
     """
-    order = sorted(search.outcomes, key=lambda outcome: outcome.step_s)
     best_s = predictions[id(chosen)].step_s
+    order = sorted(search.outcomes, key=lambda outcome: (outcome is not chosen, outcome.step_s))
     rows = []
     for index, outcome in enumerate(order):
-        row = _simulated(search.evaluator, outcome, detailed=index < DETAILED)
+        row = _simulated(search.setting, outcome, detailed=index < DETAILED)
         prediction = predictions.get(id(outcome))
         if prediction is not None:
             row = replace(row, step_s=prediction.step_s, bubble=prediction.bubble)
         if outcome is not chosen:
-            row = replace(row, rejected=f"{row.step_s / best_s - 1:.1%} slower")
+            row = replace(row, rejected=_slower(row.step_s, best_s))
         rows.append(row)
-    ruled = [_ruled(search.evaluator, each, best_s) for each in search.ruled]
-    rest = sorted([*rows, *ruled, *_unopened(search, best_s)], key=lambda row: (row.rejected != "", row.step_s))
-    return tuple(rest)
+    num_told = 0
+    for ruled in search.ruled:
+        rows.append(_ruled(search.setting, ruled, best_s, detailed=num_told < DETAILED))
+        num_told += ruled.why == DOES_NOT_FIT
+    rows += _unopened(search, best_s)
+    return tuple(sorted(rows, key=lambda row: (row.rejected != "", row.step_s)))
 
 
-def _simulated(evaluator: Evaluator, outcome: Outcome, *, detailed: bool) -> Candidate:
+def _simulated(setting: Setting, outcome: Outcome, *, detailed: bool) -> Candidate:
     laid = outcome.laid
-    free_s = evaluator.simulate(laid, free_communication=True).step_s if detailed else None
-    return Candidate(
-        num_stages=laid.point.num_stages,
-        num_pipelines=laid.point.num_pipelines,
-        micro_batch_size=laid.point.micro_batch_size,
+    saved_s = outcome.step_s - simulate(setting, laid, free_communication=True).step_s if detailed else None
+    return replace(
+        _row(setting, laid.point, outcome.step_s),
         num_micro_batches=max(plan.num_micro_batches for plan in laid.kinds),
-        num_deeper=laid.point.num_deeper,
         schedule=laid.schedule,
         layout=laid.placement.layout,
-        step_s=outcome.step_s,
         simulated=True,
         bubble=outcome.bubble,
-        communication_s=None if free_s is None else max(0.0, outcome.step_s - free_s),
+        communication_s=None if saved_s is None else max(0.0, saved_s),
         memory_bytes=outcome.memory_bytes,
         num_recompute=max(sum(plan.borders.recompute) for plan in laid.kinds),
     )
 
 
-def _ruled(evaluator: Evaluator, ruled: Ruled, best_s: float) -> Candidate:
-    row = _unsimulated(evaluator, ruled.point, ruled.bound_s)
-    if ruled.why:
-        return replace(row, schedule=ruled.schedule, step_s=np.inf, rejected=ruled.why)
-    return replace(row, schedule=ruled.schedule, rejected=_slower(ruled.bound_s, best_s))
+def _ruled(setting: Setting, ruled: Ruled, best_s: float, *, detailed: bool) -> Candidate:
+    row = replace(_row(setting, ruled.point, ruled.point.bound_s), schedule=ruled.schedule)
+    if ruled.why == DOES_NOT_FIT:
+        why = _excess(setting, ruled.point) if detailed else DOES_NOT_FIT
+        return replace(row, step_s=np.inf, rejected=why)
+    if ruled.why == BY_ESTIMATE:
+        return replace(row, rejected=BY_ESTIMATE)
+    return replace(row, rejected=f"at least {_slower(row.step_s, best_s)}")
 
 
 def _unopened(search: Search, best_s: float) -> list[Candidate]:
-    """One row for each P and D none of whose points was looked at more closely: the point of the least bound."""
-    space, evaluator = search.space, search.evaluator
-    opened = {
-        (int(space.num_stages[i]), int(space.num_pipelines[i]), int(space.num_deeper[i])) for i in search.opened
-    }
-    bound_s = np.where(space.fits, space.bound_s, np.inf)
-    order = np.lexsort((bound_s, space.num_deeper, space.num_pipelines, space.num_stages))
-    rows, last = [], None
-    for index in order.tolist():
-        key = (int(space.num_stages[index]), int(space.num_pipelines[index]), int(space.num_deeper[index]))
-        if key == last or key in opened:
+    """A row for each P, D and kind of schedule of which no m was looked at more closely: of the least bound."""
+    points, setting = search.points, search.setting
+    assert points is not None, "the search was run"
+    least_s = np.where(points.fits, points.bound_s, np.inf)
+    keys = (points.num_stages * (1 + int(points.num_pipelines.max())) + points.num_pipelines) * 2 + points.split
+    order = np.lexsort((points.micro_batch_size, least_s, keys))
+    opened = set(keys[list(search.opened)].tolist())
+    rows = []
+    for index in order[np.unique(keys[order], return_index=True)[1]].tolist():
+        if int(keys[index]) in opened:
             continue
-        last = key
-        row = _unsimulated(evaluator, space.point(index), float(bound_s[index]))
-        if space.fits[index]:
-            rows.append(replace(row, rejected=f"{_slower(row.step_s, best_s)}, with any m and schedule"))
+        point = points[index]
+        schedules = ", ".join(setting.wish.schedules_of(split=point.split))
+        row = replace(_row(setting, point, float(least_s[index])), schedule=schedules)
+        if not points.fits[index]:
+            why = _static_excess(setting, point)
+        elif row.step_s >= best_s:
+            why = f"at least {_slower(row.step_s, best_s)}, whatever m"
         else:
-            rows.append(replace(row, rejected=does_not_fit(evaluator, space.point(index))))
+            why = f"{BY_ESTIMATE}, whatever m" if search.is_complete else "estimated slower, not looked at"
+        rows.append(replace(row, rejected=why))
     return rows
 
 
-def _unsimulated(evaluator: Evaluator, point: Point, step_s: float) -> Candidate:
-    num = -(-evaluator.wish.batch_size // point.micro_batch_size)
+def _row(setting: Setting, point: Point, step_s: float) -> Candidate:
+    num = setting.num_micro_batches(point.micro_batch_size)
     return Candidate(
         num_stages=point.num_stages,
         num_pipelines=point.num_pipelines,
@@ -140,22 +148,24 @@ def _unsimulated(evaluator: Evaluator, point: Point, step_s: float) -> Candidate
     )
 
 
-def _slower(bound_s: float, best_s: float) -> str:
-    if bound_s > best_s:
-        return f"at least {bound_s / best_s - 1:.1%} slower"
-    return "not simulated: at best as fast by the share that a bound is loose"
+def _slower(step_s: float, best_s: float) -> str:
+    share = step_s / best_s - 1
+    return f"{share:.1%} slower" if share >= 0.0005 else "as fast"
 
 
-def does_not_fit(evaluator: Evaluator, point: Point) -> str:
-    """What a device would need at least, and what there is."""
-    memory = float(evaluator.devices.memory_bytes.max())
-    if point.least_bytes > memory:
-        return (
-            f"does not fit: parameters, gradients and optimizer alone take {format_bytes(point.least_bytes)} on "
-            f"a device of {format_bytes(memory)}"
-        )
-    tight = evaluator.tightest(point)
+def _static_excess(setting: Setting, point: Point) -> str:
+    memory = float(setting.devices.memory_bytes.max())
+    if point.least_bytes <= memory:
+        return f"{DOES_NOT_FIT}: some stage needs more than {format_bytes(memory)}, whatever the borders"
     return (
-        f"does not fit: stage {tight.stage_index} needs {format_bytes(tight.needed_bytes)} of "
+        f"{DOES_NOT_FIT}: parameters, gradients and optimizer alone take {format_bytes(point.least_bytes)} on "
+        f"a device of {format_bytes(memory)}"
+    )
+
+
+def _excess(setting: Setting, point: Point) -> str:
+    tight = tightest_stage(setting, point)
+    return (
+        f"{DOES_NOT_FIT}: stage {tight.stage_index} needs {format_bytes(tight.needed_bytes)} of "
         f"{format_bytes(tight.limit_bytes)}"
     )

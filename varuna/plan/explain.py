@@ -51,7 +51,7 @@ def _row(row: Candidate) -> tuple[str, ...]:
         f"{row.num_stages} x {row.num_pipelines}{deeper}{layout}",
         str(row.micro_batch_size),
         str(row.num_micro_batches),
-        row.schedule or "any",
+        row.schedule,
         _step(row),
         "" if row.bubble is None else f"{row.bubble:.1%}",
         "" if row.communication_s is None else _seconds(row.communication_s),

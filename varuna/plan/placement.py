@@ -51,6 +51,7 @@ class Devices:
         self.within = within
         self.largest_machine, self.smallest_machine = int(counts.max()), int(counts.min())
         self._sizes = counts
+        self._whole_groups: dict[int, int] = {}
         self.is_uniform = len(set(self.speed.tolist())) <= 1 and len(set(self.memory_bytes.tolist())) <= 1
 
     def by_groups(self, group_size: int) -> Ints:
@@ -61,7 +62,9 @@ class Devices:
 
     def num_whole_groups(self, group_size: int) -> int:
         """How many groups fit on one machine each."""
-        return int((self._sizes // group_size).sum())
+        if group_size not in self._whole_groups:
+            self._whole_groups[group_size] = int((self._sizes // group_size).sum())
+        return self._whole_groups[group_size]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -147,11 +150,11 @@ def _placement(devices: Devices, layout: str, grids: Sequence[Ints]) -> Placemen
         across = bool((machine != machine[:1]).any())
     else:
         across = True
-    stages = [np.broadcast_to(np.arange(grid.shape[1]), grid.shape).ravel() for grid in grids]
-    machines = np.concatenate([devices.machine[grid].ravel() for grid in grids])
-    held = np.unique(machines * (1 + max(grid.shape[1] for grid in grids)) + np.concatenate(stages))
-    per_machine = np.bincount(held // (1 + max(grid.shape[1] for grid in grids)))
-    streams = np.zeros(int(machines.max()) + 1)
+    deepest = max(grid.shape[1] for grid in grids)
+    held = np.zeros((int(devices.machine[-1]) + 1, deepest), dtype=bool)
+    for grid in grids:
+        held[devices.machine[grid], np.arange(grid.shape[1])] = True
+    streams = np.zeros(len(held))
     for kind in kinds:
         for sends in (kind.crossing, np.roll(kind.crossing, 1, axis=1)):
             streams += np.bincount(devices.machine[kind.workers[sends]], minlength=len(streams))
@@ -159,7 +162,7 @@ def _placement(devices: Devices, layout: str, grids: Sequence[Ints]) -> Placemen
         layout=layout,
         kinds=tuple(kinds),
         reduces_across=across,
-        groups_per_machine=int(per_machine.max()),
+        groups_per_machine=int(held.sum(axis=1).max()),
         streams_per_machine=int(streams.max()),
     )
 

@@ -1,8 +1,11 @@
 """Best first: the layout that promises most is looked at more closely next, until no other can be better.
 
-A point (``space.py``) has a lower bound that costs nothing; a table of borders gives a closer one, and an estimate;
-a simulation gives the time. Whatever's bound is not below the best simulated time is left where it is. Effort is
-counted in simulated tasks and tables, not in seconds, so the answer does not depend on how busy a machine is.
+A point (``points.py``) has a lower bound and an estimate that cost nothing; a table of borders gives a closer
+estimate, a simulation the time. What has a bound not below the best simulated time is left where it is.
+So is what would still be slower if its estimate were as far too high as any estimate of its kind was so far.
+Then the neighbours of the best are looked at: sizes in between, left-over workers in deeper pipelines, borders
+moved by one section. Effort is counted in simulated tasks, not in seconds: how busy a machine is changes no
+answer.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from varuna.plan.evaluate import Evaluator, Laid, Outcome
+from varuna.plan.borders import BorderTable
+from varuna.plan.lay import Laid, border_problem, lay_out, placements_of, with_memory
+from varuna.plan.outcome import Outcome, simulate
 from varuna.plan.placement import Placement
-from varuna.plan.space import Point, Space
+from varuna.plan.points import Point, PointMaker, Points
+from varuna.plan.setting import Setting
 
 CLOSE = 0.002
 """A layout that cannot be better than by this share is not looked at more closely."""
 
-BUDGET = 6_000_000
-"""Simulated tasks that a search may cost."""
+BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 300_000, 300, 10_000
+"""Simulated tasks that a search may cost before it is content with the best so far."""
 
 TABLE_COST = 6_000
 """Simulated tasks that take as long as one table of borders."""
@@ -30,23 +36,28 @@ TABLE_COST = 6_000
 ENOUGH_RATIOS = 6
 """Simulations after which one knows how far estimates are off."""
 
-CAUTION = 0.98
-"""What an estimate may be off more than ever before."""
+DOUBT = 3
+"""As many simulations that would have agreed with their estimates are added to those that were run."""
 
-BY_ESTIMATE = "slower by its estimate"
-"""Why something was not simulated although its bound left it open."""
+CAUTION = 0.98
+"""How much further than ever before an estimate may be off."""
+
+NUM_NEAR = 3
+"""Points whose neighbours are looked at."""
 
 REPAIRS = 3
-"""How often borders are sought again with more memory left free, when messages that wait did not fit."""
+"""How often borders are sought again with more memory left free, because messages that wait did not fit."""
+
+DOES_NOT_FIT = "does not fit"
+BY_ESTIMATE = "slower by its estimate"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ruled:
-    """A point (and placement and schedule, if that is what the bound is for) that was not simulated, and why."""
+    """A point that was not simulated with a schedule; empty ``why``: by its bound."""
 
     point: Point
     schedule: str
-    bound_s: float
     why: str
 
 
@@ -57,7 +68,6 @@ class _Next:
     point: Point
     placement: Placement
     schedule: str
-    bound_s: float
     laid: Laid | None = None
 
     @property
@@ -68,141 +78,222 @@ class _Next:
 
 @dataclass(eq=False, kw_only=True)
 class Search:
-    """What a search found so far.
+    """What was found so far.
 
     Attributes:
+        setting, maker: what for.
+        points: where it started; empty before ``run``.
         outcomes: everything simulated that fits, in the order of simulation.
         ruled: what was looked at more closely and not simulated.
-        num_left: points whose bound is not below the best, never looked at.
+        opened: which of ``points`` were looked at more closely.
         is_complete: False if the budget ended the search.
+        effort: spent, in simulated tasks.
+        best: the fastest so far.
     """
 
-    evaluator: Evaluator
-    space: Space
+    setting: Setting
+    maker: PointMaker
+    points: Points | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     ruled: list[Ruled] = field(default_factory=list)
     opened: set[int] = field(default_factory=set)
     is_complete: bool = True
     effort: int = 0
+    best: Outcome | None = None
+    _waiting: dict[Hashable, list[tuple[float, int, _Next | None]]] = field(default_factory=dict)
     _counter: Iterator[int] = field(default_factory=itertools.count)
     _ratios: dict[Hashable, list[float]] = field(default_factory=dict)
 
-    @property
-    def best_s(self) -> float:
-        """Step time of the best so far."""
-        return min((outcome.step_s for outcome in self.outcomes), default=np.inf)
-
     def run(self) -> None:
-        """Fill ``outcomes`` and ``ruled``."""
-        heap: list[tuple[float, int, _Next]] = []
-        points = self._points()
-        index = next(points, None)
-        while index is not None or heap:
-            if self.effort > BUDGET and self.outcomes:
-                self.is_complete = False
-                return
-            if index is not None and (not heap or self.space.estimate_s[index] <= heap[0][0]):
-                if self.space.bound_s[index] < self._enough_s:
-                    point = self.space.point(index)
-                    if not self._is_hopeless(self._kind_of(point), point.estimate_s):
-                        self.opened.add(index)
-                        self._open(point, heap)
-                index = next(points, None)
-                continue
-            following = heapq.heappop(heap)[2]
-            if following.bound_s >= self._enough_s:
-                self._rule_out(following.point, following.schedule, following.bound_s, "")
-            elif following.laid and self._is_hopeless(following.key, following.laid.estimate_s):
-                self._rule_out(following.point, following.schedule, following.bound_s, BY_ESTIMATE)
-            elif following.laid is not None:
-                self._simulate(following.laid)
-            else:
-                self._lay_out(following, heap)
-
-    def _is_hopeless(self, key: Hashable, estimate_s: float) -> bool:
-        """Whether it would be slower than the best even if its estimate were as far too high as any so far."""
-        ratios = self._ratios.get(key, [])
-        return len(ratios) >= ENOUGH_RATIOS and estimate_s * min(ratios) * CAUTION >= self.best_s
-
-    def _learn(self, outcome: Outcome) -> None:
-        """How far estimates are from the simulation."""
-        point = outcome.laid.point
-        key = (outcome.laid.placement.layout, outcome.laid.schedule)
-        self._ratios.setdefault(key, []).append(outcome.step_s / outcome.laid.estimate_s)
-        self._ratios.setdefault(self._kind_of(point), []).append(outcome.step_s / point.estimate_s)
-
-    def _kind_of(self, point: Point) -> Hashable:
-        """Points whose estimates are off alike: those whose replicas may share a machine are apart."""
-        return (point.split, point.num_pipelines <= self.evaluator.devices.largest_machine)
+        """Search."""
+        workers = min(MOST_WORKERS, self.setting.devices.num_workers)
+        budget = BUDGET + BUDGET_PER_WORKER * workers
+        self.points = self.maker.all()
+        self.opened = self._explore(self.points, budget)
+        near: dict[Hashable, Point] = {}
+        for outcome in sorted(self.outcomes, key=lambda outcome: outcome.step_s):
+            point = outcome.laid.point
+            near.setdefault((point.num_stages, point.num_pipelines, point.split), point)
+        for point in itertools.islice(near.values(), NUM_NEAR):
+            self._explore(self.maker.near(point), budget + budget // 4)
+        if self.best is not None:
+            self._polish(self.best, budget + budget // 2)
 
     @property
     def _enough_s(self) -> float:
         """What cannot be below this is not worth a look."""
-        return self.best_s * (1 - CLOSE)
+        return self.best.step_s * (1 - CLOSE) if self.best else np.inf
 
-    def _points(self) -> Iterator[int]:
-        """Those that may fit, most promising first."""
-        order = np.argsort(self.space.estimate_s, kind="stable")
-        yield from order[self.space.fits[order]].tolist()
-
-    def _open(self, point: Point, heap: list[tuple[float, int, _Next]]) -> None:
-        """Find borders for the first schedule; the others come with its estimate."""
-        schedules = self.evaluator.wish.schedules_of(split=point.split)
-        for placement in self.evaluator.placements(point):
-            bound_s = self._bound_s(point, placement, schedules[0])
-            if bound_s >= self._enough_s:
-                self._rule_out(point, "", bound_s, "" if np.isfinite(bound_s) else "does not fit")
+    def _explore(self, points: Points, budget: int) -> set[int]:
+        """Look at points, most promising first; returns which were opened."""
+        known = {_shape(outcome.laid.point) for outcome in self.outcomes}
+        for index in np.argsort(points.estimate_s, kind="stable").tolist():
+            if points.fits[index]:
+                point = points[index]
+                kind = self._kind(point.split, point.num_stages, point.num_pipelines)
+                self._waiting.setdefault(kind, []).append((point.estimate_s, index, None))
+        opened: set[int] = set()
+        while any(self._waiting.values()):
+            if self.effort > budget and self.best:
+                self.is_complete = False
+                self._waiting.clear()
+                break
+            key = min(self._waiting, key=self._expected_s)
+            estimate_s, index, following = heapq.heappop(self._waiting[key])
+            if following is not None:
+                self._advance(following, estimate_s)
                 continue
+            is_hopeless = points.bound_s[index] >= self._enough_s or self._is_hopeless(key, estimate_s)
+            if not is_hopeless and _shape(points[index]) not in known:
+                opened.add(index)
+                self._open(points[index])
+        return opened
+
+    def _expected_s(self, key: Hashable) -> float:
+        """Step time of the most promising that waits, if its estimate is off as those of its kind are."""
+        waiting = self._waiting[key]
+        return waiting[0][0] * self._correction(key) if waiting else np.inf
+
+    def _correction(self, key: Hashable) -> float:
+        """What estimates of a kind have to be multiplied with on average, but near 1 while little is known."""
+        ratios = self._ratios.get(key, [])
+        return (DOUBT + sum(ratios)) / (DOUBT + len(ratios))
+
+    def _open(self, point: Point) -> None:
+        """Find borders for the first schedule; the others wait with its estimate."""
+        schedules = self.setting.wish.schedules_of(split=point.split)
+        for placement in placements_of(self.setting, point):
             estimate_s = point.estimate_s
             for schedule in schedules:
-                following = _Next(point=point, placement=placement, schedule=schedule, bound_s=bound_s)
-                if schedule == schedules[0]:
-                    estimate_s = self._lay_out(following, heap) or estimate_s
-                else:
-                    self._push(heap, estimate_s, following)
+                following = _Next(point=point, placement=placement, schedule=schedule)
+                if schedule != schedules[0]:
+                    self._push(estimate_s, following)
+                    continue
+                found_s = self._advance(following, estimate_s)
+                if found_s is not None:
+                    estimate_s = found_s
+                    kind = self._kind(point.split, point.num_stages, point.num_pipelines)
+                    self._learn(kind, found_s * self._correction(following.key), point.estimate_s)
 
-    def _lay_out(self, following: _Next, heap: list[tuple[float, int, _Next]]) -> float | None:
-        """Find borders; simulate at once while there is nothing to compare with. Returns the estimate."""
-        laid = self._lay(following.point, following.placement, following.schedule)
-        if laid is None:
-            self._rule_out(following.point, following.schedule, following.bound_s, "does not fit")
+    def _advance(self, following: _Next, estimate_s: float) -> float | None:
+        """Lay out what is not, simulate what is, unless it has become hopeless. Returns a closer estimate."""
+        point, schedule = following.point, following.schedule
+        if point.bound_s >= self._enough_s:
+            self._rule_out(point, schedule, "")
             return None
-        if self.outcomes:
-            self._push(heap, laid.estimate_s, replace(following, laid=laid))
-        else:
-            self._simulate(laid)
+        if self._is_hopeless(following.key, estimate_s):
+            self._rule_out(point, schedule, BY_ESTIMATE)
+            return None
+        laid = following.laid
+        if laid is None:
+            laid = self._lay(point, following.placement, schedule)
+            if laid is None:
+                self._rule_out(point, schedule, DOES_NOT_FIT)
+                return None
+            if self.best:  # while there is nothing to compare with, simulate at once
+                self._push(laid.estimate_s, replace(following, laid=laid))
+                return laid.estimate_s
+        self._simulate(laid)
         return laid.estimate_s
 
-    def _push(self, heap: list[tuple[float, int, _Next]], estimate_s: float, following: _Next) -> None:
-        heapq.heappush(heap, (estimate_s, next(self._counter), following))
+    def _push(self, estimate_s: float, following: _Next) -> None:
+        entry = (estimate_s, next(self._counter), following)
+        heapq.heappush(self._waiting.setdefault(following.key, []), entry)
 
-    def _bound_s(self, point: Point, placement: Placement, schedule: str) -> float:
-        self.effort += TABLE_COST
-        return self.evaluator.bound_s(point, placement, schedule)
-
-    def _lay(self, point: Point, placement: Placement, schedule: str, margin: float = 0.0) -> Laid | None:
-        self.effort += TABLE_COST
-        laid = self.evaluator.lay(point, placement, schedule, margin=margin)
-        if laid is None:
-            self.effort += TABLE_COST
-            laid = self.evaluator.lay(point, placement, schedule, frugal=True, margin=margin)
+    def _lay(self, point: Point, placement: Placement, schedule: str, margin_bytes: float = 0.0) -> Laid | None:
+        for frugal in (False, True):
+            self.effort += TABLE_COST * len(placement.kinds)
+            laid = lay_out(self.setting, point, placement, schedule, frugal=frugal, margin_bytes=margin_bytes)
+            if laid is not None:
+                break
         return laid
 
     def _simulate(self, laid: Laid) -> None:
-        margin = 0.0
+        margin_bytes = 0.0
         for _ in range(REPAIRS):
-            outcome = self.evaluator.simulate(laid)
+            outcome = simulate(self.setting, laid)
             self.effort += outcome.num_tasks
             if outcome.spill_bytes <= 0:
-                self.outcomes.append(outcome)
-                self._learn(outcome)
+                self._keep(outcome)
                 return
-            margin += outcome.spill_bytes
-            again = self._lay(laid.point, laid.placement, laid.schedule, margin)
+            margin_bytes += outcome.spill_bytes
+            again = self._lay(laid.point, laid.placement, laid.schedule, margin_bytes)
             if again is None:
                 break
             laid = again
-        self._rule_out(laid.point, laid.schedule, outcome.step_s, "does not fit")
+        self._rule_out(laid.point, laid.schedule, DOES_NOT_FIT)
 
-    def _rule_out(self, point: Point, schedule: str, bound_s: float, why: str) -> None:
-        self.ruled.append(Ruled(point=point, schedule=schedule, bound_s=bound_s, why=why))
+    def _keep(self, outcome: Outcome) -> None:
+        """Add an outcome, and learn how far its estimates were off."""
+        self.outcomes.append(outcome)
+        if self.best is None or outcome.step_s < self.best.step_s:
+            self.best = outcome
+        laid = outcome.laid
+        point = laid.point
+        self._learn((laid.placement.layout, laid.schedule), outcome.step_s, laid.estimate_s)
+        self._learn(
+            self._kind(point.split, point.num_stages, point.num_pipelines), outcome.step_s, point.estimate_s
+        )
+
+    def _learn(self, key: Hashable, step_s: float, estimate_s: float) -> None:
+        self._ratios.setdefault(key, []).append(step_s / max(estimate_s, 1e-12))
+
+    def _kind(self, split: bool, num_stages: int, num_pipelines: int) -> Hashable:
+        """Points whose estimates are off alike: those whose replicas may share machines are apart."""
+        return (split, num_stages <= self.setting.devices.num_whole_groups(num_pipelines))
+
+    def _is_hopeless(self, key: Hashable, estimate_s: float) -> bool:
+        ratios = self._ratios.get(key, [])
+        if self.best is None or len(ratios) < ENOUGH_RATIOS:
+            return False
+        return estimate_s * min(ratios) * CAUTION >= self.best.step_s
+
+    def _polish(self, outcome: Outcome, budget: int) -> None:
+        """Move one border at a time by one section, as long as the simulated step gets shorter."""
+        laid = outcome.laid
+        if len(laid.kinds) > 1:
+            return
+        plan = laid.kinds[0]
+        problem = border_problem(
+            self.setting,
+            laid.point,
+            laid.placement,
+            plan.kind,
+            num_micro_batches=plan.num_micro_batches,
+            schedule=laid.schedule,
+        )
+        problem = with_memory(problem, frugal=laid.frugal, margin_bytes=laid.margin_bytes)
+        table = BorderTable(problem, one_depth=True)
+        moves = itertools.cycle((i, by) for i in range(1, plan.kind.num_stages) for by in (1, -1))
+        num_vain = 0
+        while num_vain < 2 * (plan.kind.num_stages - 1) and self.effort < budget:
+            moved = list(plan.borders.borders)
+            index, by = next(moves)
+            moved[index] += by
+            num_vain += 1
+            if not moved[index - 1] < moved[index] < moved[index + 1]:
+                continue
+            borders = table.at(moved)
+            if borders is None:
+                continue
+            plan_moved = replace(plan, borders=borders)
+            trial = simulate(self.setting, replace(laid, kinds=(plan_moved,)))
+            self.effort += trial.num_tasks
+            if trial.spill_bytes <= 0 and trial.step_s < outcome.step_s * (1 - 1e-6):
+                outcome, plan, num_vain = trial, plan_moved, 0
+        if outcome is not self.best:
+            self.outcomes.append(outcome)
+            self.best = outcome
+
+    def _rule_out(self, point: Point, schedule: str, why: str) -> None:
+        self.ruled.append(Ruled(point=point, schedule=schedule, why=why))
+
+
+def _shape(point: Point) -> Hashable:
+    return (
+        point.num_stages,
+        point.num_pipelines,
+        point.micro_batch_size,
+        point.num_deeper,
+        point.split,
+    )

@@ -40,6 +40,25 @@ class RunTable:
     forward_bytes: Floats
     backward_bytes: Floats
 
+    @cached_property
+    def sums(self) -> Floats:
+        """``[6, S + 1]``: the sums, in the order of the attributes."""
+        return np.stack(
+            [
+                self.forward_s,
+                self.recompute_s,
+                self.backward_s,
+                self.weight_s,
+                self.activation_bytes,
+                self.weight_bytes,
+            ]
+        )
+
+    @cached_property
+    def cuts(self) -> Floats:
+        """``[2, S + 1]``: bytes forward and backward at each cut."""
+        return np.stack([self.forward_bytes, self.backward_bytes])
+
 
 class SectionTable:
     """All sections at any micro-batch size; interpolates as ``costs.section_costs`` does, all at once.
@@ -58,6 +77,12 @@ class SectionTable:
             for name in _FIELDS
         }
         self._runs: dict[int, RunTable] = {}
+
+    @cached_property
+    def least_forward_share(self) -> float:
+        """The least share that forward has in a section's forward and backward."""
+        forward_s, both_s = self.values["forward_s"], self.values["forward_s"] + self.values["backward_s"]
+        return float(np.min(np.divide(forward_s, both_s, out=np.ones_like(both_s), where=both_s > 0)))
 
     def totals(self, name: str, micro_batch_sizes: Floats) -> Floats:
         """One field summed over all sections, at each of many sizes."""
@@ -188,7 +213,7 @@ def _cuts(after: Floats) -> Floats:
 def _interpolate(known: Floats, values: Floats, wanted: Floats) -> Floats:
     """``costs._at`` for arrays: ``values[known, S]`` at ``wanted``."""
     if len(known) == 1:
-        return values * (wanted / known[0])[:, None]
+        return np.asarray(values * (wanted / known[0])[:, None])
     left = np.clip(np.searchsorted(known, wanted, side="right") - 1, 0, len(known) - 2)
     share = ((wanted - known[left]) / (known[left + 1] - known[left]))[:, None]
     step = values[left + 1] - values[left]

@@ -1,0 +1,226 @@
+"""The simulated step of a layout, fast: one pipeline of each kind, and long steps from their steady state.
+
+The same numbers go into the same event loop as in ``predict``, which takes whole plans, and every stage's
+memory is counted the same way. What is left out here: that pipelines of one kind may cross machines at
+different boundaries, that the last micro-batch of several pipelines may be short, and the order of reductions
+among several groups.
+The step is that of the slowest kind.
+
+A long step is not simulated to its end: once every stage has been busy for a while, each further micro-batch
+takes as long as the ones before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from varuna.plan.decide import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
+from varuna.plan.kernel import NUM_KINDS
+from varuna.plan.lay import KindPlan, Laid
+from varuna.plan.pipeline import NO_DELAYS, PipelineArrays, PipelineRun, draw_delays, rules_of, run_pipeline
+from varuna.plan.schedule import stage_schedule
+from varuna.plan.setting import Setting
+from varuna.plan.tables import Floats, RunTable
+
+STEADY_AFTER = 3
+"""Micro-batches per stage, and ``STEADY_BESIDES`` more, after which a pipeline is in its steady state."""
+
+STEADY_BESIDES = 16
+
+NUM_SEEDS = 2
+"""Steps with drawn delays that are simulated where links have jitter."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """What a simulated step came to.
+
+    Attributes:
+        laid: what was simulated.
+        step_s: of the whole step.
+        bubble: share of the used workers' step in which no task runs.
+        memory_bytes: of the fullest device.
+        spill_bytes: how far the fullest device is over its memory; not above 0 if all fit.
+        num_tasks: simulated, as a measure of effort.
+    """
+
+    laid: Laid
+    step_s: float
+    bubble: float
+    memory_bytes: int
+    spill_bytes: float
+    num_tasks: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Step:
+    """Of one kind: when each stage ends ``[P]``, its busy seconds ``[P]``, bytes ``[P]``, tasks simulated."""
+
+    end_s: Floats
+    busy_s: Floats
+    memory_bytes: Floats
+    num_tasks: int
+
+
+def simulate(setting: Setting, laid: Laid, *, free_communication: bool = False) -> Outcome:
+    """Run the step of every kind; ``free_communication``: as if messages and reductions took no time."""
+    step_s, busy_s, used, memory, spill, tasks = 0.0, 0.0, 0, 0.0, -np.inf, 0
+    for plan in laid.kinds:
+        step = _step(setting, laid, plan, free_communication=free_communication)
+        done_s = step.end_s
+        if not free_communication:
+            edges = np.array(plan.borders.borders)
+            point = laid.point
+            late_s = setting.late_s(laid.placement, plan.kind, point.micro_batch_size, split=point.split)
+            done_s = done_s + late_s[edges[:-1], edges[1:]]
+        step_s = max(step_s, float(done_s.max()) + setting.profile.step_overhead_s)
+        busy_s += plan.kind.count * float(step.busy_s.sum())
+        used += plan.kind.count * plan.kind.num_stages
+        memory = max(memory, float(step.memory_bytes.max()))
+        spill = max(spill, float((step.memory_bytes - plan.kind.memory_bytes).max()))
+        tasks += step.num_tasks
+    return Outcome(
+        laid=laid,
+        step_s=step_s,
+        bubble=max(0.0, 1 - busy_s / used / step_s) if step_s > 0 else 0.0,
+        memory_bytes=int(memory),
+        spill_bytes=spill,
+        num_tasks=tasks,
+    )
+
+
+def _step(setting: Setting, laid: Laid, plan: KindPlan, *, free_communication: bool) -> _Step:
+    num_stages, num = plan.kind.num_stages, plan.num_micro_batches
+    first = STEADY_AFTER * num_stages + STEADY_BESIDES
+    second = first + num_stages + STEADY_BESIDES
+    if num <= second + first or laid.schedule == "gpipe":
+        return _run(setting, laid, plan, num, free_communication=free_communication)
+    # limits of the schedule that follow N (gpipe) would make these two steps unlike the whole one
+    low, high = (
+        _run(setting, laid, plan, count, free_communication=free_communication) for count in (first, second)
+    )
+    more = (num - second) / (second - first)
+    return _Step(
+        end_s=high.end_s + more * float((high.end_s - low.end_s).max()),
+        busy_s=high.busy_s + more * (high.busy_s - low.busy_s),
+        memory_bytes=np.maximum(low.memory_bytes, high.memory_bytes),
+        num_tasks=low.num_tasks + high.num_tasks,
+    )
+
+
+def _run(setting: Setting, laid: Laid, plan: KindPlan, num: int, *, free_communication: bool) -> _Step:
+    arrays = arrays_of(setting, laid, plan, num)
+    links = [setting.link(bool(crosses)) for crosses in plan.kind.crosses]
+    quantiles = [link.jitter_s for pair in zip(links, [links[0], *links[:-1]], strict=True) for link in pair]
+    jitter = any(quantiles) and plan.kind.num_stages > 1 and not free_communication
+    if free_communication:
+        free = {name: 0 * getattr(arrays, name) for name in ("transmit_s", "latency_s", "send_s")}
+        arrays = replace(arrays, **free)
+    runs = [
+        run_pipeline(replace(arrays, delays_s=draw_delays(quantiles, num, seed)) if jitter else arrays)
+        for seed in range(NUM_SEEDS if jitter else 1)
+    ]
+    return _Step(
+        end_s=np.mean([run.end_s for run in runs], axis=0),
+        busy_s=runs[0].busy_s,
+        memory_bytes=np.max([_memory_bytes(setting, laid, plan, run) for run in runs], axis=0),
+        num_tasks=len(runs) * num * int((2 + arrays.rules[:, 4] + arrays.rules[:, 5]).sum()),
+    )
+
+
+def arrays_of(setting: Setting, laid: Laid, plan: KindPlan, num_micro_batches: int) -> PipelineArrays:
+    """A pipeline of one kind as the event loop takes it."""
+    size = laid.point.micro_batch_size
+    runs = setting.sections.runs(size)
+    edges = np.array(plan.borders.borders)
+    first, end = edges[:-1], edges[1:]
+    num_stages = plan.kind.num_stages
+    schedules = [
+        stage_schedule(
+            laid.schedule,
+            num_stages=num_stages,
+            stage_index=stage,
+            num_micro_batches=num_micro_batches,
+            recompute=plan.borders.recompute,
+            max_in_flight=plan.borders.max_in_flight[stage],
+        )
+        for stage in range(num_stages)
+    ]
+
+    last_runs = runs
+    if laid.point.num_pipelines == 1:  # the only pipeline has the short micro-batch
+        last_runs = setting.sections.runs(
+            setting.wish.batch_size - (setting.num_micro_batches(size) - 1) * size
+        )
+    durations_s = np.stack([_durations_s(setting, laid, plan, each) for each in (runs, last_runs)], axis=1)
+    links = [setting.link(bool(crosses)) for crosses in plan.kind.crosses]
+    ways = [(link, back) for link, back in zip(links, [links[0], *links[:-1]], strict=True)]
+    bytes_per_s = np.array([[link.bytes_per_s for link in way] for way in ways])
+    alone_s, last_s = (
+        np.stack([each.forward_bytes[end], each.backward_bytes[first]], axis=1) / bytes_per_s
+        for each in (runs, last_runs)
+    )
+    transmit_s = np.stack([alone_s, last_s], axis=2) * _slowdowns(setting, laid, plan, alone_s)[:, :, None]
+    drops = np.array([schedule.recompute for schedule in schedules])
+    activations = runs.activation_bytes[end] - runs.activation_bytes[first]
+    weights = runs.weight_bytes[end] - runs.weight_bytes[first]
+    kept = [runs.forward_bytes[first] + np.where(drops, 0.0, activations), np.where(drops, activations, 0.0)]
+    return PipelineArrays(
+        num_micro_batches=num_micro_batches,
+        rules=rules_of(schedules),
+        durations_s=durations_s,
+        transmit_s=transmit_s,
+        latency_s=np.array([[link.latency_s for link in way] for way in ways]),
+        send_s=np.array([[link.send_s for link in way] for way in ways]),
+        delays_s=NO_DELAYS,
+        start_s=setting.residents.update_s[first, end] / plan.kind.speed,
+        kept_bytes=np.stack([*kept, weights], axis=1),
+    )
+
+
+def _durations_s(setting: Setting, laid: Laid, plan: KindPlan, runs: RunTable) -> Floats:
+    """``[P, kinds]``: seconds of the tasks of every stage."""
+    edges = np.array(plan.borders.borders)
+    forward_s, recompute_s, backward_s, weight_s = runs.sums[:4, edges[1:]] - runs.sums[:4, edges[:-1]]
+    seconds = np.zeros((plan.kind.num_stages, NUM_KINDS))
+    seconds[:, FORWARD], seconds[:, RECOMPUTE] = forward_s, recompute_s
+    seconds[:, BACKWARD] = backward_s - (weight_s if laid.point.split else 0.0)
+    seconds[:, WEIGHT] = weight_s
+    seconds /= plan.kind.speed[:, None]
+    seconds[:, FORWARD:] += setting.profile.task_overhead_s
+    return seconds
+
+
+def _slowdowns(setting: Setting, laid: Laid, plan: KindPlan, alone_s: Floats) -> Floats:
+    """``[P, 2]``: how much longer messages take because others leave the same machine (see ``arrays``)."""
+    if not setting.link_share or not plan.kind.crosses.any():
+        return np.ones_like(alone_s)
+    machine = setting.devices.machine
+    leaving = np.zeros(int(machine.max()) + 1)
+    share = np.minimum(1.0, alone_s / max(*plan.borders.busy_s, 1e-12))
+    for kind in laid.placement.kinds:
+        if kind.num_stages != len(share):
+            continue  # of another depth: few, and left out here
+        for direction, sends in enumerate((kind.crossing, np.roll(kind.crossing, 1, axis=1))):
+            weights = np.where(sends, share[:, direction], 0.0)
+            leaving += np.bincount(machine[kind.workers].ravel(), weights.ravel(), len(leaving))
+    own = plan.kind.workers[plan.kind.representative]
+    crosses = np.stack([plan.kind.crosses, np.roll(plan.kind.crosses, 1)], axis=1)
+    streams = 1.0 + leaving[machine[own]][:, None] - share
+    return np.where(crosses, np.maximum(1.0, streams * setting.link_share), 1.0)
+
+
+def _memory_bytes(setting: Setting, laid: Laid, plan: KindPlan, run: PipelineRun) -> Floats:
+    """``[P]``, as ``memory.stage_bytes``."""
+    runs = setting.sections.runs(laid.point.micro_batch_size)
+    resident = setting.resident_bytes(laid.point.num_pipelines)
+    edges = np.array(plan.borders.borders)
+    first, end = edges[:-1], edges[1:]
+    workspace = np.array([runs.workspace_bytes[a:b].max() for a, b in pairwise(plan.borders.borders)])
+    messages = (
+        run.peak_waiting[:, 0] * runs.forward_bytes[first] + run.peak_waiting[:, 1] * runs.backward_bytes[end]
+    )
+    return np.asarray(resident[first, end] + run.peak_bytes + workspace + messages + runs.backward_bytes[first])

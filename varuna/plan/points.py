@@ -1,0 +1,320 @@
+"""All layouts worth a look, as arrays, each with a lower bound of its step time and an estimate.
+
+A *point* is P, D, m, whether backward is split, and whether left-over workers make some pipelines one stage
+deeper. Bounds hold for all stage borders, schedules and placements; nothing is simulated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna.plan.borders import ANY, ANY_SPLIT, MANY, BorderProblem, BorderTable, Rows
+from varuna.plan.costs import all_reduce_s
+from varuna.plan.memory import BUCKET_BYTES
+from varuna.plan.profile import LinkProfile
+from varuna.plan.setting import Setting
+from varuna.plan.tables import Floats
+
+Ints = NDArray[np.int64]
+
+NEAR_SHARES = (0.6, 0.75, 0.88, 1.15, 1.35)
+"""Micro-batches of neighbouring points, as shares of a point's own."""
+
+_FREE_LINK = LinkProfile(latency_s=0.0, bytes_per_s=float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One layout without borders, schedule and placement.
+
+    Attributes:
+        num_stages, num_pipelines, micro_batch_size: P, D, m.
+        num_deeper: pipelines, among the D, that have P + 1 stages.
+        split: for schedules that split backward; else for the others.
+        bound_s: no step takes less.
+        estimate_s: what a step takes, roughly.
+        least_bytes: some device needs at least so many.
+    """
+
+    num_stages: int
+    num_pipelines: int
+    micro_batch_size: int
+    num_deeper: int
+    split: bool
+    bound_s: float
+    estimate_s: float
+    least_bytes: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Points:
+    """Many of them, as columns; ``fits`` is False where no device could hold a stage."""
+
+    num_stages: Ints
+    num_pipelines: Ints
+    micro_batch_size: Ints
+    num_deeper: Ints
+    split: NDArray[np.bool_]
+    bound_s: Floats
+    estimate_s: Floats
+    least_bytes: Floats
+    fits: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.bound_s)
+
+    def __getitem__(self, index: int) -> Point:
+        return Point(
+            num_stages=int(self.num_stages[index]),
+            num_pipelines=int(self.num_pipelines[index]),
+            micro_batch_size=int(self.micro_batch_size[index]),
+            num_deeper=int(self.num_deeper[index]),
+            split=bool(self.split[index]),
+            bound_s=float(self.bound_s[index]),
+            estimate_s=float(self.estimate_s[index]),
+            least_bytes=float(self.least_bytes[index]),
+        )
+
+
+class PointMaker:
+    """Makes points for one setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.sizes = _start_sizes(setting)
+        self._slowest: dict[bool, Floats] = {}
+
+    def all(self) -> Points:
+        """Where a search starts.
+
+        Every P. For each, the D that use all workers, that fit whole machines, and halves of the former. For
+        each of these the measured m, and the smallest m that give no more micro-batches.
+        """
+        batch_size, sizes = self.setting.wish.batch_size, self.sizes
+        stages, pipelines = self._shapes()
+        grid = sizes[None, :] + 0 * pipelines[:, None]
+        if self.setting.wish.micro_batch_size is None:
+            tight = _tight(batch_size, _each(batch_size, grid, pipelines[:, None]), pipelines[:, None])
+            grid = np.concatenate([grid, np.clip(tight, sizes[0], sizes[-1])], axis=1)
+        shape = np.repeat(np.arange(len(stages)), grid.shape[1])
+        size = grid.ravel()
+        used = np.minimum(pipelines[shape], -(-batch_size // size))
+        return self._joined(stages[shape], used, size, 0 * size)
+
+    def near(self, point: Point) -> Points:
+        """Sizes between those that ``all`` has, and left-over workers in deeper pipelines."""
+        setting = self.setting
+        wish, workers = setting.wish, setting.devices.num_workers
+        pipelines = np.array([point.num_pipelines])
+        sizes = np.array([point.micro_batch_size])
+        if wish.micro_batch_size is None:
+            each = _each(wish.batch_size, sizes, pipelines)
+            more = np.maximum(1, np.rint(each * np.array(NEAR_SHARES)).astype(np.int64))
+            tight = _tight(wish.batch_size, more, pipelines)
+            sizes = np.concatenate([sizes, np.clip(tight, self.sizes[0], self.sizes[-1])])
+        deeper = [0]
+        left = workers - point.num_stages * point.num_pipelines
+        if 0 < left < point.num_pipelines and point.num_stages < len(setting.profile.sections):
+            deeper += [left] if wish.num_stages is None else []
+        grid = np.array([(size, extra) for size in sizes.tolist() for extra in deeper], dtype=np.int64)
+        used = np.minimum(point.num_pipelines, -(-wish.batch_size // grid[:, 0]))
+        keep = used == point.num_pipelines
+        stages = np.full(int(keep.sum()), point.num_stages)
+        return self._joined(stages, used[keep], grid[keep, 0], grid[keep, 1], only=point.split)
+
+    def _shapes(self) -> tuple[Ints, Ints]:
+        """P and D."""
+        devices, fixed = self.setting.devices, self.setting.wish.num_stages
+        deepest = min(len(self.setting.profile.sections), devices.num_workers)
+        shapes: list[tuple[int, int]] = []
+        for stages in [fixed] if fixed else range(1, deepest + 1):
+            count = devices.num_workers // stages
+            counts = {1, devices.num_whole_groups(stages), min(count, devices.largest_machine)}
+            while count:
+                counts.add(count)
+                count //= 2
+            shapes += [(stages, count) for count in counts if count]
+        columns = np.array(shapes, dtype=np.int64)
+        return columns[:, 0], columns[:, 1]
+
+    def _joined(
+        self, stages: Ints, pipelines: Ints, sizes: Ints, deeper: Ints, *, only: bool | None = None
+    ) -> Points:
+        """Without repeats; for both kinds of schedule, or for ``only`` one."""
+        keys = (stages, pipelines, sizes, deeper)
+        limits = tuple(int(key.max()) + 1 for key in keys)
+        distinct = np.unravel_index(np.unique(np.ravel_multi_index(keys, limits)), limits)
+        parts = [
+            self._bounded(*(key.astype(np.int64) for key in distinct), split=split)
+            for split in (False, True)
+            if self.setting.wish.schedules_of(split=split) and only in (None, split)
+        ]
+        columns = (field.name for field in fields(Points))
+        return Points(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in columns})
+
+    def _bounded(self, stages: Ints, pipelines: Ints, size: Ints, deeper: Ints, *, split: bool) -> Points:
+        setting = self.setting
+        profile, sections, devices = setting.profile, setting.sections, setting.devices
+        residents, overhead_s = setting.residents, profile.task_overhead_s
+        sizes, which = np.unique(size, return_inverse=True)
+        forward_s, backward_s = (
+            sections.totals(name, sizes.astype(np.float64))[which] for name in ("forward_s", "backward_s")
+        )
+        speed = np.sort(devices.speed)[::-1]
+        work_s = forward_s + backward_s
+        num = setting.wish.batch_size / size  # micro-batches; a short one counts as less than one
+        each = np.ceil(np.ceil(num) / pipelines)
+        each = np.where((deeper > 0) | (pipelines == 1), num / (pipelines + deeper / stages), each)
+        passing_s = work_s / speed[0] + 2 * stages * overhead_s
+        busy_s, expected_s = (
+            _shared_out(num, each, table[which] / speed[0] + 2 * overhead_s, stages, pipelines, deeper)
+            for table in self._slowest_stage(sizes, split=split)
+        )
+        even_s = num * work_s / np.cumsum(speed)[stages * pipelines + deeper - 1]
+        share = sections.least_forward_share if split else 1.0
+        fill_s = passing_s * share / -np.expm1(stages * np.log1p(-share / np.maximum(each, share + 1e-9)))
+        least_reduce_s, reduce_s = self._reductions(stages, pipelines)
+        update_s = float(residents.update_s[0, -1]) / stages / speed[0]
+        last_s = (each * work_s - backward_s) / stages / speed[0] + least_reduce_s
+        first_s = passing_s + 2 * (stages - 1) * self._message_s(stages, size)
+        resident = float(residents.alone_bytes[0, -1]) - profile.runtime_bytes
+        least_bytes = profile.runtime_bytes + resident / (stages + (deeper > 0))
+        fits = (least_bytes <= devices.memory_bytes.max()) & np.isfinite(busy_s)
+        later = np.maximum(1e-9, 1 - 1 / np.maximum(each, 1))  # micro-batches after the first
+        bound_s = np.max([even_s + update_s, fill_s, last_s + update_s, busy_s], axis=0)
+        estimate_s = np.where(fits, expected_s, np.inf) * later + first_s + reduce_s + update_s
+        return Points(
+            num_stages=stages,
+            num_pipelines=pipelines,
+            micro_batch_size=size,
+            num_deeper=deeper,
+            split=np.full(len(size), split),
+            bound_s=bound_s + profile.step_overhead_s,
+            estimate_s=estimate_s + profile.step_overhead_s,
+            least_bytes=least_bytes,
+            fits=fits,
+        )
+
+    def _slowest_stage(self, sizes: Ints, *, split: bool) -> tuple[Floats, Floats]:
+        """``[sizes, S + 2]``: how slow the slowest of P stages is on the profile's device: bound and estimate.
+
+        Forward, backward and, where memory needs it, recompute; infinite where nothing fits. One table of
+        borders, for all P, for each size that the search starts from. At a size in between, every section takes
+        at least as much longer as the one that grows least, and needs no less memory: the bound; the estimate
+        is linear.
+        """
+        sections, base = self.setting.sections, self.sizes
+        slowest = self._slowest_of(split=split)
+        below = np.searchsorted(base, sizes, side="right") - 1
+        growth = np.full(len(sizes), np.inf)
+        for names in (("forward_s", "backward_s"), ("recompute_s",)):
+            at, before = (
+                np.sum([sections.each(name, each) for name in names], axis=0) for each in (sizes, base[below])
+            )
+            ratio = np.divide(at, before, out=np.full_like(at, np.inf), where=before > 0)
+            growth = np.minimum(growth, ratio.min(axis=1))
+        growth[np.isinf(growth)] = 1.0  # nothing takes any time
+        bound = growth[:, None] * slowest[below]
+        above = np.minimum(below + 1, len(base) - 1)
+        share = ((sizes - base[below]) / np.maximum(1, base[above] - base[below]))[:, None]
+        with np.errstate(invalid="ignore"):
+            between = slowest[below] + share * (slowest[above] - slowest[below])
+        return bound, np.where(np.isfinite(between), np.maximum(between, bound), bound)
+
+    def _slowest_of(self, *, split: bool) -> Floats:
+        """``[start sizes, S + 2]``: seconds of the slowest of P stages at the sizes of the search's start."""
+        if split in self._slowest:
+            return self._slowest[split]
+        setting = self.setting
+        count, fixed = len(setting.profile.sections), setting.wish.num_stages
+        depth = min(count, (min(count, setting.devices.num_workers) if fixed is None else fixed) + 1)
+        recompute = setting.wish.recompute
+        slowest = np.full((len(self.sizes), count + 2), np.inf)
+        for index, size in enumerate(self.sizes.tolist()):
+            problem = BorderProblem(
+                runs=setting.sections.runs(size),
+                resident_bytes=setting.residents.alone_bytes,
+                late_s=np.zeros((count + 1, count + 1)),
+                num_micro_batches=MANY,
+                schedule=ANY_SPLIT if split else ANY,
+                rows=Rows(
+                    memory_bytes=np.full(depth, setting.devices.memory_bytes.max()),
+                    speed=np.ones(depth),
+                    crosses=np.zeros(depth, dtype=bool),
+                    recompute=None if isinstance(recompute, tuple) else recompute,
+                    within=_FREE_LINK,
+                    across=_FREE_LINK,
+                ),
+            )
+            table = BorderTable(problem, tail_weight=0.0)
+            slowest[index, 1 : depth + 1] = table.values_s()[1:] / MANY
+        slowest[:, -1] = slowest[:, -2]
+        self._slowest[split] = slowest
+        return slowest
+
+    def _message_s(self, stages: Ints, size: Ints) -> Floats:
+        """Seconds of a mean message between stages: inside a machine if a pipeline fits one."""
+        profile = self.setting.profile
+        num_bytes = self.setting.sections.totals("output_bytes", size.astype(np.float64))
+        num_bytes /= max(1, len(profile.sections) - 1)
+        inside = stages <= self.setting.devices.largest_machine
+        within, across = (
+            link.latency_s + sum(link.jitter_s) / max(1, len(link.jitter_s)) + num_bytes / link.bytes_per_s
+            for link in (profile.within_machine, profile.across_machines)
+        )
+        return np.where(inside, within, across)
+
+    def _reductions(self, stages: Ints, pipelines: Ints) -> tuple[Floats, Floats]:
+        """Seconds to reduce an even share of the gradients: at least, and on machines of the largest size."""
+        setting = self.setting
+        devices, total = setting.devices, float(setting.residents.gradient_bytes[0, -1])
+        most = int(pipelines.max()) + 1
+        pairs, which = np.unique(stages * most + pipelines, return_inverse=True)
+        alone = []
+        for depth, count in (divmod(pair, most) for pair in pairs.tolist()):
+            buckets = max(1.0, total / depth / BUCKET_BYTES)
+            across = count > devices.largest_machine
+            alone.append(buckets * all_reduce_s(setting.profile, count, total / depth / buckets, across))
+        alone_s, across = np.array(alone)[which], pipelines > devices.largest_machine
+        least, most_s = (
+            alone_s * np.where(across, np.maximum(1.0, np.minimum(stages, size) * setting.link_share), 1.0)
+            for size in (devices.smallest_machine, devices.largest_machine)
+        )
+        return least, most_s
+
+
+def _start_sizes(setting: Setting) -> Ints:
+    """Micro-batch sizes to start from: the measured ones, and halves of the smallest down to 1."""
+    wish = setting.wish
+    if wish.micro_batch_size is not None:
+        return np.array([wish.micro_batch_size], dtype=np.int64)
+    sizes = {int(size) for size in setting.sections.sizes if size <= wish.batch_size}
+    small = min(int(setting.sections.sizes[0]), wish.batch_size)
+    while small:
+        sizes.add(small)
+        small //= 2
+    return np.array(sorted(sizes), dtype=np.int64)
+
+
+def _each(batch_size: int, sizes: Ints, pipelines: Ints) -> Ints:
+    """Micro-batches of the pipeline that has most."""
+    num = -(-batch_size // sizes)
+    return -(-num // np.minimum(pipelines, num))
+
+
+def _tight(batch_size: int, num: Ints, pipelines: Ints) -> Ints:
+    """The smallest size that gives each pipeline at most ``num`` micro-batches."""
+    return -(-batch_size // (num * pipelines))
+
+
+def _shared_out(  # noqa: PLR0917
+    num: Floats, each: Floats, slowest_s: Floats, stages: Ints, pipelines: Ints, deeper: Ints
+) -> Floats:
+    """Seconds in which the slowest stages of all pipelines, working at the same time, get through the batch."""
+    rows = np.arange(len(stages))
+    with np.errstate(all="ignore"):
+        rates = (pipelines - deeper) / slowest_s[rows, stages] + deeper / slowest_s[rows, stages + 1]
+        return np.where(deeper > 0, num / rates, each * slowest_s[rows, stages])

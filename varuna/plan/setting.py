@@ -1,0 +1,98 @@
+"""One profile, one cluster and one wish, as arrays: what all layouts of a search have in common, cached."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from varuna.plan.cluster import Cluster
+from varuna.plan.placement import Devices, Kind, Placement, place
+from varuna.plan.profile import LinkProfile, Profile
+from varuna.plan.tables import Floats, Residents, SectionTable
+from varuna.plan.wish import Wish
+
+
+class Setting:
+    """What a search is about.
+
+    Attributes:
+        profile, wish: as given.
+        sections, residents, devices: the profile's and the cluster's numbers as arrays.
+        link_share: bytes per second of a stream alone over what all streams of a machine share; 0 if unshared.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, wish: Wish) -> None:
+        self.profile = profile
+        self.wish = wish
+        self.sections = SectionTable(profile)
+        self.residents = Residents(profile)
+        self.devices = Devices(cluster, profile.device_memory_bytes)
+        link = profile.across_machines
+        self.link_share = link.bytes_per_s / link.shared_bytes_per_s if link.shared_bytes_per_s else 0.0
+        self._placements: dict[tuple[int, int, int, str], Placement] = {}
+        self._late: dict[tuple[int, int, bool], Floats] = {}
+        self._reductions: dict[tuple[int, bool, bool], tuple[Floats, Floats]] = {}
+
+    def num_micro_batches(self, micro_batch_size: int) -> int:
+        """N."""
+        return -(-self.wish.batch_size // micro_batch_size)
+
+    def link(self, crosses: bool) -> LinkProfile:
+        """Between two stages, by whether they are on two machines."""
+        return self.profile.across_machines if crosses else self.profile.within_machine
+
+    def resident_bytes(self, num_pipelines: int) -> Floats:
+        """``[S + 1, S + 1]`` of a stage with as many replicas."""
+        return self.residents.shared_bytes if num_pipelines > 1 else self.residents.alone_bytes
+
+    def place(self, num_stages: int, num_pipelines: int, num_deeper: int, layout: str) -> Placement:
+        """``num_pipelines`` of ``num_stages``, of which ``num_deeper`` have one more."""
+        key = (num_stages, num_pipelines, num_deeper, layout)
+        if key not in self._placements:
+            depths, counts = [num_stages], [num_pipelines - num_deeper]
+            if num_deeper:
+                depths, counts = [num_stages, num_stages + 1], [num_pipelines - num_deeper, num_deeper]
+            self._placements[key] = place(self.devices, depths, counts, layout)
+        return self._placements[key]
+
+    def late_s(self, placement: Placement, kind: Kind, micro_batch_size: int, *, split: bool) -> Floats:
+        """``[S + 1, S + 1]``: seconds from a stage's last task until its gradients are reduced
+        (``reductions``).
+
+        They leave section by section while the last backward (or weight task) goes on, from the last section to
+        the first.
+        """
+        cached = (id(kind), micro_batch_size, split)
+        if cached not in self._late:
+            self._late[cached] = self._late_s(placement, kind, micro_batch_size, split=split)
+        return self._late[cached]
+
+    def _late_s(self, placement: Placement, kind: Kind, micro_batch_size: int, *, split: bool) -> Floats:
+        num, across = placement.num_pipelines, placement.reduces_across
+        apart = across or bool(kind.crosses.any())
+        key = (num, across, apart)
+        if key not in self._reductions:
+            self._reductions[key] = (
+                self.residents.reduce_s(num, across),
+                self.residents.ties_s(num, apart),
+            )
+        reduce_s, ties_s = self._reductions[key]
+        if across:
+            reduce_s = reduce_s * max(1.0, placement.groups_per_machine * self.link_share)
+        if apart:
+            ties_s = ties_s * max(1.0, (1 + placement.groups_per_machine * across) * self.link_share)
+        runs = self.sections.runs(micro_batch_size)
+        last_s = (runs.weight_s if split else runs.backward_s) / float(kind.speed.min())
+        whole_s = np.maximum(0.0, last_s[None, :] - last_s[:, None])
+        own_s = np.diff(last_s, prepend=0.0)  # of the section before an index
+        first_s = np.append(np.diagonal(reduce_s, offset=1), 0.0)  # of the section that is ready last
+        return np.asarray(np.maximum(first_s[:, None], reduce_s - whole_s + own_s[None, :]) + ties_s)
+
+    def slowdown(self, placement: Placement, kind: Kind, micro_batch_size: int) -> float:
+        """About how much longer a message takes because others leave the same machine."""
+        runs = self.sections.runs(micro_batch_size)
+        if not self.link_share or len(runs.forward_bytes) < 3:
+            return 1.0
+        cycle_s = (runs.forward_s[-1] + runs.backward_s[-1]) / kind.num_stages / float(kind.speed.min())
+        mean_bytes = float(np.mean(runs.forward_bytes[1:-1]))
+        share = min(1.0, mean_bytes / self.profile.across_machines.bytes_per_s / max(cycle_s, 1e-12))
+        return float(max(1.0, (1 + (placement.streams_per_machine - 1) * share) * self.link_share))
