@@ -134,8 +134,8 @@ def test_steps_are_noted_told_and_written(tmp_path: Path) -> None:
     path, store = tmp_path / "p.json", HashStore()
     other, first = refiner(1, store, None), refiner(0, store, path)
     for step in range(4):
-        seconds = [9.0, 9.0, 9.0] if step == 0 else [0.8, 0.8, 0.4]  # the first step is slow, the last short
-        other.record(step, spans(step, seconds))
+        seconds = (9.0, 0.6, 0.8, 1.0)[step]  # the first step is slow
+        other.record(step, spans(step, [seconds - 0.1, seconds + 0.1, 0.1]))  # the last micro-batch is short
         assert not path.exists()
     for step in range(4):
         first.record(step, spans(step, [0.4, 5.0, 0.4]))  # something paused in the middle
