@@ -92,13 +92,14 @@ class Warm:
         stages: int = 2,
         cache_dir: Path | None = None,
         morphs: bool = False,
+        environ: Mapping[str, str] | None = None,
     ) -> Job:
         """`varuna run` of a script of ``scripts/``, micro-batches of 1 sample."""
         flags = ["--workers", str(workers), "--stages", str(stages), "--micro-batch-size", "1"]
         flags.append("--morph" if morphs else "--no-morph")
         where = ["--log-dir", str(directory / "logs")]
-        environ = _cache(cache_dir)
-        return self._start(directory, "varuna", ["run", *flags, *where, _script(script), *arguments], environ)
+        variables = {**_cache(cache_dir), **(environ or {})}
+        return self._start(directory, "varuna", ["run", *flags, *where, _script(script), *arguments], variables)
 
     def run_alone(self, directory: Path, script: str, *arguments: str, cache_dir: Path | None = None) -> Job:
         """The same without a launcher: nobody ends a worker that hangs."""

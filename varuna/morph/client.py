@@ -55,11 +55,15 @@ class RunClient:
         answer = self._ask("POST", "/workers", msgspec.json.encode(AddRequest(count=count, machine=machine)))
         return msgspec.json.decode(answer, type=dict[str, str])["machine"]
 
-    def events(self, *, follow: bool = False) -> Iterator[LoggedEvent]:
-        """What has happened; with ``follow`` also what comes, until the run ends, through new managers too."""
+    def events(self, *, after: int = 0, follow: bool = False) -> Iterator[LoggedEvent]:
+        """What has happened since event ``after``; with ``follow`` also what comes, until the run ends.
+
+        A manager that is started again counts from 1 again; following goes on with its events.
+        """
         while True:
             try:
-                yield from self._events(follow)
+                yield from self._events(after, follow)
+                after = 0
             except (OSError, http.client.HTTPException) as error:
                 if not follow:
                     raise ConfigError(self._silent(error)) from error
@@ -67,10 +71,10 @@ class RunClient:
                 return
             time.sleep(_RETRY_S)
 
-    def _events(self, follow: bool) -> Iterator[LoggedEvent]:
+    def _events(self, after: int, follow: bool) -> Iterator[LoggedEvent]:
         connection = self._connection(None if follow else _TIMEOUT_S)
         try:
-            connection.request("GET", f"/events?follow={int(follow)}", headers=self._headers)
+            connection.request("GET", f"/events?after={after}&follow={int(follow)}", headers=self._headers)
             response = connection.getresponse()
             self._check(response)
             while line := response.readline():

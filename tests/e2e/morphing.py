@@ -1,0 +1,193 @@
+"""Runs in which workers come and go, and what they are compared with: one process that nothing disturbs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.cases import jobs as cases
+from tests.cases import models
+from tests.cases.jobs import Training
+from tests.e2e.jobs import Ended, Warm
+from tests.launch.jobs import wait_until
+from varuna.morph.client import RunClient
+from varuna.morph.runs import living_runs
+from varuna.morph.views import LoggedEvent, Status
+
+NUM_STEPS = 40
+TRAINING = Training(
+    model=functools.partial(models.Tagger, states_weight=True, tied=True, dropout=0.3),
+    dataset=models.text(),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 25], gamma=0.5),
+    batch_size=12,
+    micro_batch_size=2,
+    num_steps=NUM_STEPS,
+    options={"clip_grad_norm": 0.5, "precision": "fp64"},
+)
+EXACT = 1e-12
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong on a worker; see ``scripts/morphing.py``."""
+
+    what: str
+    worker: int
+    point: str
+    step: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.what}:{self.worker}:{self.point}:{self.step}:{self.count}"
+
+    @staticmethod
+    def parse(text: str) -> Fault:
+        what, worker, point, step, count = text.split(":")
+        return Fault(what, int(worker), point, int(step), int(count))
+
+
+class Run:
+    """One that is at work, or over."""
+
+    def __init__(
+        self,
+        warm: Warm,
+        directory: Path,
+        cache_dir: Path,
+        *faults: Fault,
+        workers: int = 4,
+        stages: int = 2,
+        limit: int = NUM_STEPS,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.ended: Ended | None = None
+        self._cache_dir = cache_dir
+        self._client: RunClient | None = None
+        self._num_seen = 0
+        self.limit(limit)
+        self.job = warm.run(
+            directory,
+            "morphing.py",
+            str(NUM_STEPS),
+            *map(str, faults),
+            workers=workers,
+            stages=stages,
+            cache_dir=cache_dir,
+            morphs=True,
+            environ=environ,
+        )
+
+    @property
+    def client(self) -> RunClient:
+        """Of the manager."""
+        if self._client is None:
+            wait_until(lambda: living_runs(self._cache_dir), 20, "the run is announced")
+            (run,) = living_runs(self._cache_dir)
+            self._client = RunClient(run, self._cache_dir)
+        return self._client
+
+    def limit(self, num_steps: int) -> None:
+        """Steps up to here may run."""
+        (self.directory / "limit.part").write_text(str(num_steps))
+        (self.directory / "limit.part").rename(self.directory / "limit")
+
+    def event(self, kind: str, text: str = "") -> LoggedEvent:
+        """The next event of a kind with a text in it; those before it have been seen then."""
+        found: list[LoggedEvent] = []
+
+        def look() -> bool:
+            for event in self.client.events(after=self._num_seen):
+                self._num_seen = event.number
+                if event.kind == kind and text in event.text:
+                    found.append(event)
+                    return True
+            return False
+
+        wait_until(look, 30, f"an event {kind!r} with {text!r}")
+        return found[0]
+
+    def status(self) -> Status:
+        """How it stands."""
+        return self.client.status()
+
+    def steps_done(self, num_steps: int) -> None:
+        """Until so many steps have happened."""
+        wait_until(lambda: self.status().num_committed >= num_steps, 30, f"{num_steps} steps")
+
+    def fired(self, worker: int) -> None:
+        """Until the fault of a worker has happened."""
+        wait_until((self.directory / f"fired-{worker}").exists, 30, f"the fault of worker {worker}")
+
+    def process(self, name: str) -> psutil.Process:
+        """The only process of the run that has this name, or these words in its command line."""
+        everyone = psutil.Process(self.job.pid).children(recursive=True)
+        (found,) = (one for one in everyone if name == one.name() or name in " ".join(one.cmdline()))
+        return found
+
+    def worker(self, number: int) -> psutil.Process:
+        """A worker's process."""
+        return self.process(f"varuna-worker-{number}")
+
+    def wait(self) -> Ended:
+        """Its end; nothing is left of it."""
+        self.ended = self.job.wait()
+        log = (self.directory / "logs" / "manager.log").read_text()
+        assert not log, log
+        assert self.ended.left == []
+        assert living_runs(self._cache_dir) == []
+        return self.ended
+
+    def ends_well(self) -> Ended:
+        """Its end, which is a good one."""
+        ended = self.wait()
+        assert ended.codes == [0], ended.stderr
+        return ended
+
+    # --- what came of it --------------------------------------------------------------------
+
+    def steps(self, worker: int) -> list[dict[str, Any]]:
+        """Steps that a worker saw."""
+        path = self.directory / f"steps-{worker}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def is_exact(self) -> None:
+        """Every step that any worker saw, and the final weights, are those of the undisturbed run."""
+        expected_state, expected = undisturbed()
+        seen: set[int] = set()
+        for path in self.directory.glob("steps-*.jsonl"):
+            steps = self.steps(int(path.stem.removeprefix("steps-")))
+            indices = [step["index"] for step in steps]
+            assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
+            seen.update(indices)
+            for step in steps:
+                _check_step(step, expected[step["index"]])
+        assert seen == set(range(NUM_STEPS))
+        state = cases.decode(json.loads((self.directory / "state.json").read_text()))
+        assert state.keys() == expected_state.keys()
+        for name, value in expected_state.items():
+            difference = (state[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
+            assert difference <= EXACT, (name, float(difference))
+
+
+def _check_step(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for key in ("index", "weight", "num_samples", "lr", "skipped"):
+        assert mine[key] == theirs[key], (key, mine, theirs)
+    for key in ("loss", "grad_norm"):
+        assert mine[key] == pytest.approx(theirs[key], rel=EXACT), (key, mine, theirs)
+
+
+@functools.cache
+def undisturbed() -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Final weights and steps."""
+    ran = cases.train(TRAINING, num_workers=1)
+    return ran.state, ran.steps
