@@ -251,6 +251,21 @@ def test_c50_a_full_disk_reaches_all_as_a_value_and_the_old_checkpoint_stays(sma
             saver.close()
 
 
+def test_c50_a_write_that_breaks_leaves_no_file(tmp_path):
+    def chunks() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = FileStore(tmp_path)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/part'"):
+        store.write("part", chunks())
+    assert list(tmp_path.iterdir()) == []
+    store.write("part", [b"whole"])
+    with pytest.raises(FileExistsError):
+        store.write("part", [b"again"])
+    assert (tmp_path / "part").read_bytes() == b"whole"
+
+
 def test_a_tensor_that_nobody_wrote_is_found_before_the_manifest(tmp_path):
     store = open_store(str(tmp_path))
     committer = Committer(store, publish=never)

@@ -17,7 +17,11 @@ from tests.checkpoint.saving import NAMES, sections_at
 from varuna.checkpoint.commit import Committer
 from varuna.checkpoint.find import find_checkpoint, open_save, saves_in
 from varuna.checkpoint.load import read_tensors
+from varuna.checkpoint.retention import Retention
+from varuna.checkpoint.save import Saver
+from varuna.checkpoint.shares import Share
 from varuna.checkpoint.store import open_store
+from varuna.checkpoint.values import JobState
 
 NUM_KILLS = 50
 NUM_SAVERS = 2
@@ -123,3 +127,74 @@ def test_c41_a_real_process_goes_on_from_what_the_killed_one_left(tmp_path):
     assert found is not None
     assert found.step in (durable, durable + 1)
     assert set(read_tensors(found, NAMES)) == set(NAMES)
+
+
+SYSTEM_CALLS = ("open", "write", "fsync", "rename", "unlink", "rmdir", "makedirs", "close")
+
+
+def die_at(root: Path, at: int) -> bool:
+    """A child that saves step 3 and dies at its ``at``-th call that changes files; False if it had fewer."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _save_and_die(root, at)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), "an error is no kill"
+    return status == signal.SIGKILL
+
+
+def _save_and_die(root: Path, at: int) -> None:
+    store = open_store(str(root))
+    committer = Committer(store, retention=Retention(newest=1), publish=lambda event: os._exit(2))
+    saver = Saver(store, "w0")
+    count = 0
+
+    def dying(real):
+        def call(*arguments, **options):
+            nonlocal count
+            count += 1
+            if count == at:
+                if real is os_write:
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    os_write = os.write
+    for name in SYSTEM_CALLS:
+        setattr(os, name, dying(getattr(os, name)))
+    order = committer.begin(3)
+    written = saver.save(order, sections_at(3), Share(write=tuple(NAMES))).result()
+    job = JobState(step=3, num_samples=3, seed=0, batch_size=1, dataset_length=1)
+    committer.commit(order, job, [written], required=NAMES, num_sections=len(NAMES))
+    os._exit(0)
+
+
+def test_c41_killed_at_every_call_that_changes_files(tmp_path):
+    """Every moment of a save and of the removal of the one before, half writes included."""
+    store = open_store(str(tmp_path))
+    committer = Committer(store, retention=Retention(newest=1), publish=lambda event: pytest.fail(str(event)))
+    job = JobState(step=2, num_samples=2, seed=0, batch_size=1, dataset_length=1)
+    found_steps = []
+    at = 1
+    while True:
+        order = committer.begin(2)
+        saver = Saver(store, "w0")
+        written = saver.save(order, sections_at(2), Share(write=tuple(NAMES))).result()
+        saver.close()
+        committer.commit(order, job, [written], required=NAMES, num_sections=len(NAMES))
+        assert [o for o in saves_in(store) if o.sequence <= order.sequence] == [order], "leftovers went"
+        if not die_at(tmp_path, at):
+            break
+        found = find_checkpoint(store, publish=lambda event: pytest.fail(str(event)))
+        assert found is not None
+        for name, tensor in read_tensors(found, NAMES).items():
+            assert tensor.eq(found.step + NAMES.index(name) / 10).all()
+        found_steps.append(found.step)
+        at += 1
+    assert len(found_steps) > 30
+    assert found_steps == sorted(found_steps), "the older one until the manifest is there, then the newer"
+    assert set(found_steps) == {2, 3}
