@@ -141,9 +141,13 @@ class ByTrying:
                 continue
             limit = schedule.max_in_flight
             least = limit if not schedule.opportunistic else 1 if case.frugal else min(row, limit)
-            for lower in range(limit, least - 1, -1):
-                held = schedule.max_held if lower == limit else min(schedule.max_held, lower)
-                if self.fits(a, b, drops, lower, held):
+            if self.fits(a, b, drops, limit, schedule.max_held):
+                yield drops, limit
+                continue
+            most = limit - 1 if drops or not self.split else schedule.max_held - 1
+            for lower in range(most, least - 1, -1):  # a limit that is stated bounds both
+                flying = 1 if row == 1 and schedule.opportunistic else lower
+                if self.fits(a, b, drops, flying, min(schedule.max_held, lower)):
                     yield drops, lower
                     break
 

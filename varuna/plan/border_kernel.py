@@ -23,49 +23,53 @@ _TOLERANCE = 1e-9
 @njit(cache=True, forceinline=True)
 def _fit(  # noqa: PLR0917
     free: float, first: float, later: float, limit: float, held: float, least: float
-) -> float:
-    """How many micro-batches may be in flight, at most ``limit``; 0 if fewer than ``least`` fit.
+) -> tuple[float, float]:
+    """How many micro-batches may be in flight (0: fewer than ``least`` fit), and the limit to state for that.
 
     Args:
         free: bytes.
         first: what each takes in flight.
         later: what each takes after that, until its weight gradients are done (``held`` > 0).
-        limit: the default in flight; a lower one bounds ``held`` too.
+        limit: the default in flight; a limit that is stated bounds ``held`` too.
         held: the default of sets in memory where backward is split, else 0.
         least: see above.
     """
-    flying = min(limit, held) if held > 0 else limit
-    most = flying * first
-    if held > 0:
-        most = max(most + (held - flying) * later, held * later)
-    if most <= free:
-        return limit
-    each = max(first, later) if held > 0 else first
-    if free < 0 or each <= 0:
-        return 0.0
-    fit = min(np.floor(free / each), limit - 1)
-    return fit if fit >= least else 0.0
+    if held == 0:
+        if limit * first <= free:
+            return limit, 0.0
+        fit = min(np.floor(free / first), limit - 1) if first > 0 else 0.0
+    else:
+        flying = min(limit, held)
+        if max(flying * first + (held - flying) * later, held * later) <= free:
+            return limit, 0.0
+        each = max(first, later)
+        if limit == 1 and later > 0:  # the last stage: one in flight
+            fit = min(np.floor((free - first) / later) + 1, np.floor(free / later))
+        else:
+            fit = np.floor(free / each) if each > 0 else 0.0
+        fit = min(fit, held - 1)
+    return (fit, fit) if fit >= least else (0.0, 0.0)
 
 
 @njit(cache=True, forceinline=True)
 def _fit_again(  # noqa: PLR0917
     free: float, first: float, later: float, again: float, limit: float, held: float, least: float
-) -> float:
+) -> tuple[float, float]:
     """As ``_fit`` where activations are dropped: ``first`` is the input, ``again`` one recomputed set."""
     if held > 0:
         again = max(again, later)
         if limit * first + (held - 1) * later + again <= free:
-            return limit
+            return limit, 0.0
         fit = np.floor((free - again - (held - 1) * later) / first) if first > 0 else 0.0
         if fit < held:  # a lower limit bounds held sets too
             fit = np.floor((free - again + later) / (first + later)) if first + later > 0 else 0.0
             fit = min(fit, held)
     else:
         if limit * first + again <= free:
-            return limit
+            return limit, 0.0
         fit = np.floor((free - again) / first) if first > 0 else 0.0
     fit = min(fit, limit - 1)
-    return fit if fit >= least and fit > 0 else 0.0
+    return (fit, fit) if fit >= max(1.0, least) else (0.0, 0.0)
 
 
 @njit(cache=True, forceinline=True)
@@ -81,7 +85,7 @@ def stage_of(  # noqa: PLR0917
     b: int,
     row: int,
 ) -> tuple[float, bool, int]:
-    """Busy seconds per micro-batch of sections ``[a, b)`` in a row, recompute or not, its in-flight limit."""
+    """Busy seconds per micro-batch of sections ``[a, b)`` in a row, recompute or not, limit or 0."""
     last = sums.shape[1] - 1
     speed = rows[row, SPEED]
     work_s = (sums[0, b] - sums[0, a] + sums[2, b] - sums[2, a]) / speed + overhead_s * (3 if split else 2)
@@ -95,18 +99,18 @@ def stage_of(  # noqa: PLR0917
     activations = sums[4, b] - sums[4, a]
     later = sums[5, b] - sums[5, a]
     limit, least = rows[row, LIMIT], rows[row, LEAST]
-    best_s, best_drops, best_fit = np.inf, False, 0.0
+    best_s, best_drops, best_limit = np.inf, False, 0.0
     if rows[row, KEEP]:
-        fit = _fit(free, cuts[0, a] + activations, later, limit, rows[row, HELD], least)
+        fit, stated = _fit(free, cuts[0, a] + activations, later, limit, rows[row, HELD], least)
         if fit > 0:
-            best_s, best_fit = max(work_s, wire_s, trip_s / fit), fit
+            best_s, best_limit = max(work_s, wire_s, trip_s / fit), stated
     if rows[row, DROP]:
         again_s = (sums[1, b] - sums[1, a]) / speed + overhead_s
         held = rows[row, HELD_AGAIN]
-        fit = _fit_again(free, cuts[0, a], later, activations, limit, held, least)
+        fit, stated = _fit_again(free, cuts[0, a], later, activations, limit, held, least)
         if fit > 0 and max(work_s + again_s, wire_s, trip_s / fit) < best_s:
-            best_s, best_drops, best_fit = max(work_s + again_s, wire_s, trip_s / fit), True, fit
-    return best_s, best_drops, 0 if best_fit == limit else int(best_fit)
+            best_s, best_drops, best_limit = max(work_s + again_s, wire_s, trip_s / fit), True, stated
+    return best_s, best_drops, int(best_limit)
 
 
 @njit(cache=True, forceinline=True)

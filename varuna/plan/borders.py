@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -87,6 +87,37 @@ class Rows:
     def __len__(self) -> int:
         return len(self.memory_bytes)
 
+    @cached_property
+    def mean_columns(self) -> Floats:
+        """``[len + 2, columns]`` for estimates, which take the mean delay of a message; limits are left out."""
+        return self._columns([sum(link.jitter_s) / max(1, len(link.jitter_s)) for link in self._links])
+
+    @cached_property
+    def least_columns(self) -> Floats:
+        """The same for bounds, which take the least delay."""
+        return self._columns([min(link.jitter_s, default=0.0) for link in self._links])
+
+    @property
+    def _links(self) -> tuple[LinkProfile, LinkProfile]:
+        return self.within, self.across
+
+    def _columns(self, delays_s: Sequence[float]) -> Floats:
+        table = np.zeros((len(self) + 2, 12))
+        inner = table[1:-1]
+        inner[:, SPEED], inner[:, MEMORY] = self.speed, self.memory_bytes
+        for column, (within, across) in (
+            (LATENCY, [link.latency_s + delay for link, delay in zip(self._links, delays_s, strict=True)]),
+            (BYTE_S, [1 / link.bytes_per_s for link in self._links]),
+            (SEND, [link.send_s for link in self._links]),
+        ):
+            inner[:, column] = np.where(self.crosses, across, within)
+        inner[:, KEEP : DROP + 1] = 1
+        if self.recompute is not None:
+            inner[:, DROP] = self.recompute
+            inner[:, KEEP] -= inner[:, DROP]
+        inner[1:, TRIP] = 2 * np.cumsum(inner[1:, LATENCY])
+        return table
+
 
 @dataclass(frozen=True, kw_only=True)
 class BorderProblem:
@@ -100,6 +131,8 @@ class BorderProblem:
         schedule: its name.
         rows: as many as the deepest pipeline asked for has stages.
         task_overhead_s: the engine's time per task.
+        slowdown: how much longer messages between machines take, because others share the links.
+        margin_bytes: left free on every device.
         frugal: where the schedule can, a stage may have fewer micro-batches in flight than stages from it on,
             which is what keeps those at work.
     """
@@ -111,6 +144,8 @@ class BorderProblem:
     schedule: str
     rows: Rows
     task_overhead_s: float = 0.0
+    slowdown: float = 1.0
+    margin_bytes: float = 0.0
     frugal: bool = False
 
 
@@ -205,9 +240,10 @@ class BorderTable:
         tapered: list[int] = []
         before = MANY
         for row, limit in zip(range(len(limits), 0, -1), limits, strict=True):
-            own = int(self._arguments[5][row, LIMIT])
-            before = min(limit or own, max(row, before - 1))
-            tapered.append(0 if before >= own else before)
+            own = limit or int(self._arguments[5][row, LIMIT])
+            most = max(row, before - 1)
+            before = min(own, most)
+            tapered.append(limit if own <= most else before)
         return tuple(tapered)
 
     def least_bytes(self, row: int, first_section: int, end_section: int) -> float:
@@ -267,36 +303,17 @@ def _arguments(problem: BorderProblem, tail_weight: float) -> tuple[Any, ...]:
 
 
 def _rows(problem: BorderProblem, tail_weight: float) -> Floats:
-    """``[len(rows) + 2, columns]``: row 0 is not used, the last one is the link into the deepest stage.
-
-    A bound takes the least delay of a message, an estimate the mean.
-    """
-    rows, schedule = problem.rows, problem.schedule
-    within, across = rows.within, rows.across
-    latencies_s = [link.latency_s + _delay_s(link, tail_weight) for link in (within, across)]
-    table = np.zeros((len(rows) + 2, 12))
+    """``[len(rows) + 2, columns]``: row 0 is not used, the last one is the link into the deepest stage."""
+    schedule, rows = problem.schedule, problem.rows
+    table = (rows.mean_columns if tail_weight else rows.least_columns).copy()
     inner = table[1:-1]
-    inner[:, SPEED], inner[:, MEMORY] = rows.speed, rows.memory_bytes
-    inner[:, LATENCY] = np.where(rows.crosses, latencies_s[1], latencies_s[0])
-    inner[:, BYTE_S] = np.where(rows.crosses, 1 / across.bytes_per_s, 1 / within.bytes_per_s)
-    inner[:, SEND] = np.where(rows.crosses, across.send_s, within.send_s)
-    inner[:, LIMIT : HELD_AGAIN + 1] = np.minimum(problem.num_micro_batches, _limits(schedule, len(rows)))
+    inner[:, MEMORY] -= problem.margin_bytes
+    if problem.slowdown != 1.0:
+        inner[rows.crosses, BYTE_S] *= problem.slowdown
+    np.minimum(problem.num_micro_batches, _limits(schedule, len(rows)), out=inner[:, LIMIT : HELD_AGAIN + 1])
     if schedule in (ANY, ANY_SPLIT) or (problem.frugal and schedule in OPPORTUNISTIC):
         inner[:, LEAST] = 1
-    if rows.recompute is None:
-        inner[:, KEEP : DROP + 1] = 1
-    else:
-        inner[:, DROP] = rows.recompute
-        inner[:, KEEP] = 1 - inner[:, DROP]
     if schedule != "gpipe":  # backwards of the last stage follow their forwards at once: nothing to drop
         inner[0, KEEP], inner[0, DROP] = 1, 0
-    inner[1:, TRIP] = 2 * np.cumsum(inner[1:, LATENCY])
     table[-1] = table[-2]
     return table
-
-
-def _delay_s(link: LinkProfile, tail_weight: float) -> float:
-    """Mean jitter of a link, or for a bound the least."""
-    if not link.jitter_s:
-        return 0.0
-    return sum(link.jitter_s) / len(link.jitter_s) if tail_weight else min(link.jitter_s)

@@ -103,7 +103,7 @@ def _simulated(setting: Setting, outcome: Outcome, *, detailed: bool) -> Candida
 def _ruled(setting: Setting, ruled: Ruled, best_s: float, *, detailed: bool) -> Candidate:
     row = replace(_row(setting, ruled.point, ruled.point.bound_s), schedule=ruled.schedule)
     if ruled.why == DOES_NOT_FIT:
-        why = _excess(setting, ruled.point) if detailed else DOES_NOT_FIT
+        why = _excess(setting, ruled) if detailed else DOES_NOT_FIT
         return replace(row, step_s=np.inf, rejected=why)
     if ruled.why == BY_ESTIMATE:
         return replace(row, rejected=BY_ESTIMATE)
@@ -163,8 +163,10 @@ def _static_excess(setting: Setting, point: Point) -> str:
     )
 
 
-def _excess(setting: Setting, point: Point) -> str:
-    tight = tightest_stage(setting, point)
+def _excess(setting: Setting, ruled: Ruled) -> str:
+    if ruled.needed_bytes:
+        return f"{DOES_NOT_FIT}: with messages that wait, a device needs {format_bytes(ruled.needed_bytes)}"
+    tight = tightest_stage(setting, ruled.point, ruled.schedule)
     return (
         f"{DOES_NOT_FIT}: stage {tight.stage_index} needs {format_bytes(tight.needed_bytes)} of "
         f"{format_bytes(tight.limit_bytes)}"

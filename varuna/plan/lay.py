@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from varuna.plan.borders import BorderProblem, Borders, BorderTable, Rows
+from varuna.plan.borders import BorderProblem, Borders, BorderTable
 from varuna.plan.placement import LAYOUTS, Kind, Placement
 from varuna.plan.points import Point
 from varuna.plan.setting import Setting
@@ -116,41 +116,44 @@ def _plans(
 ) -> tuple[KindPlan, ...] | None:
     plans = []
     for kind, share in zip(placement.kinds, shares.most, strict=True):
-        problem = border_problem(setting, point, placement, kind, num_micro_batches=share, schedule=schedule)
-        table = BorderTable(with_memory(problem, frugal=frugal, margin_bytes=margin_bytes), one_depth=True)
-        borders = table.borders(kind.num_stages)
+        problem = border_problem(
+            setting,
+            point,
+            placement,
+            kind,
+            num_micro_batches=share,
+            schedule=schedule,
+            frugal=frugal,
+            margin_bytes=margin_bytes,
+        )
+        borders = BorderTable(problem, one_depth=True).borders(kind.num_stages)
         if borders is None:
             return None
         plans.append(KindPlan(kind=kind, num_micro_batches=share, borders=borders))
     return tuple(plans)
 
 
-def with_memory(problem: BorderProblem, *, frugal: bool, margin_bytes: float) -> BorderProblem:
-    """The same with ``margin_bytes`` less on every device."""
-    rows = replace(problem.rows, memory_bytes=problem.rows.memory_bytes - margin_bytes)
-    return replace(problem, rows=rows, frugal=frugal)
-
-
 def border_problem(
-    setting: Setting, point: Point, placement: Placement, kind: Kind, *, num_micro_batches: int, schedule: str
+    setting: Setting,
+    point: Point,
+    placement: Placement,
+    kind: Kind,
+    *,
+    num_micro_batches: int,
+    schedule: str,
+    frugal: bool = False,
+    margin_bytes: float = 0.0,
 ) -> BorderProblem:
     """What a table of borders is made of."""
-    size, recompute, across = point.micro_batch_size, setting.wish.recompute, setting.profile.across_machines
-    across = replace(across, bytes_per_s=across.bytes_per_s / setting.slowdown(placement, kind, size))
-    late_s = setting.late_s(placement, kind, size, split=point.split) + setting.residents.update_s
     return BorderProblem(
-        runs=setting.sections.runs(size),
+        runs=setting.sections.runs(point.micro_batch_size),
         resident_bytes=setting.resident_bytes(point.num_pipelines),
-        late_s=late_s,
+        late_s=setting.late_s(placement, kind, point.micro_batch_size, split=point.split),
         num_micro_batches=num_micro_batches,
         schedule=schedule,
-        rows=Rows(
-            memory_bytes=kind.memory_bytes[::-1],
-            speed=kind.speed[::-1],
-            crosses=kind.crosses[::-1],
-            recompute=recompute[::-1] if isinstance(recompute, tuple) else recompute,
-            within=setting.profile.within_machine,
-            across=across,
-        ),
+        rows=setting.rows(kind),
         task_overhead_s=setting.profile.task_overhead_s,
+        slowdown=setting.slowdown(placement, kind, point.micro_batch_size),
+        margin_bytes=margin_bytes,
+        frugal=frugal,
     )

@@ -13,7 +13,6 @@ takes as long as the ones before.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -75,7 +74,10 @@ def simulate(setting: Setting, laid: Laid, *, free_communication: bool = False) 
             edges = np.array(plan.borders.borders)
             point = laid.point
             late_s = setting.late_s(laid.placement, plan.kind, point.micro_batch_size, split=point.split)
-            done_s = done_s + late_s[edges[:-1], edges[1:]]
+            late_s = (late_s - setting.residents.update_s)[
+                edges[:-1], edges[1:]
+            ]  # updates come first, next step
+            done_s = done_s + late_s
         step_s = max(step_s, float(done_s.max()) + setting.profile.step_overhead_s)
         busy_s += plan.kind.count * float(step.busy_s.sum())
         used += plan.kind.count * plan.kind.num_stages
@@ -113,14 +115,13 @@ def _step(setting: Setting, laid: Laid, plan: KindPlan, *, free_communication: b
 
 def _run(setting: Setting, laid: Laid, plan: KindPlan, num: int, *, free_communication: bool) -> _Step:
     arrays = arrays_of(setting, laid, plan, num)
-    links = [setting.link(bool(crosses)) for crosses in plan.kind.crosses]
-    quantiles = [link.jitter_s for pair in zip(links, [links[0], *links[:-1]], strict=True) for link in pair]
-    jitter = any(quantiles) and plan.kind.num_stages > 1 and not free_communication
+    ways = setting.ways(plan.kind)
+    jitter = ways.jitter and not free_communication
     if free_communication:
         free = {name: 0 * getattr(arrays, name) for name in ("transmit_s", "latency_s", "send_s")}
         arrays = replace(arrays, **free)
     runs = [
-        run_pipeline(replace(arrays, delays_s=draw_delays(quantiles, num, seed)) if jitter else arrays)
+        run_pipeline(replace(arrays, delays_s=draw_delays(ways.quantiles, num, seed)) if jitter else arrays)
         for seed in range(NUM_SEEDS if jitter else 1)
     ]
     return _Step(
@@ -156,11 +157,9 @@ def arrays_of(setting: Setting, laid: Laid, plan: KindPlan, num_micro_batches: i
             setting.wish.batch_size - (setting.num_micro_batches(size) - 1) * size
         )
     durations_s = np.stack([_durations_s(setting, laid, plan, each) for each in (runs, last_runs)], axis=1)
-    links = [setting.link(bool(crosses)) for crosses in plan.kind.crosses]
-    ways = [(link, back) for link, back in zip(links, [links[0], *links[:-1]], strict=True)]
-    bytes_per_s = np.array([[link.bytes_per_s for link in way] for way in ways])
+    ways = setting.ways(plan.kind)
     alone_s, last_s = (
-        np.stack([each.forward_bytes[end], each.backward_bytes[first]], axis=1) / bytes_per_s
+        np.stack([each.forward_bytes[end], each.backward_bytes[first]], axis=1) / ways.bytes_per_s
         for each in (runs, last_runs)
     )
     transmit_s = np.stack([alone_s, last_s], axis=2) * _slowdowns(setting, laid, plan, alone_s)[:, :, None]
@@ -173,8 +172,8 @@ def arrays_of(setting: Setting, laid: Laid, plan: KindPlan, num_micro_batches: i
         rules=rules_of(schedules),
         durations_s=durations_s,
         transmit_s=transmit_s,
-        latency_s=np.array([[link.latency_s for link in way] for way in ways]),
-        send_s=np.array([[link.send_s for link in way] for way in ways]),
+        latency_s=ways.latency_s,
+        send_s=ways.send_s,
         delays_s=NO_DELAYS,
         start_s=setting.residents.update_s[first, end] / plan.kind.speed,
         kept_bytes=np.stack([*kept, weights], axis=1),
@@ -219,7 +218,7 @@ def _memory_bytes(setting: Setting, laid: Laid, plan: KindPlan, run: PipelineRun
     resident = setting.resident_bytes(laid.point.num_pipelines)
     edges = np.array(plan.borders.borders)
     first, end = edges[:-1], edges[1:]
-    workspace = np.array([runs.workspace_bytes[a:b].max() for a, b in pairwise(plan.borders.borders)])
+    workspace = np.maximum.reduceat(runs.workspace_bytes, first)
     messages = (
         run.peak_waiting[:, 0] * runs.forward_bytes[first] + run.peak_waiting[:, 1] * runs.backward_bytes[end]
     )

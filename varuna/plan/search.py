@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from varuna.plan.borders import BorderTable
-from varuna.plan.lay import Laid, border_problem, lay_out, placements_of, with_memory
+from varuna.plan.lay import Laid, border_problem, lay_out, placements_of
 from varuna.plan.outcome import Outcome, simulate
 from varuna.plan.placement import Placement
 from varuna.plan.points import Point, PointMaker, Points
@@ -27,10 +27,13 @@ from varuna.plan.setting import Setting
 CLOSE = 0.002
 """A layout that cannot be better than by this share is not looked at more closely."""
 
-BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 300_000, 300, 10_000
-"""Simulated tasks that a search may cost before it is content with the best so far."""
+BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 500_000, 250, 10_000
+"""Simulated tasks that a search may cost, from the first layout that fits on, before it ends with the best."""
 
-TABLE_COST = 6_000
+PATIENCE = 5
+"""So many budgets it may cost to find one that fits."""
+
+TABLE_COST = 4_000
 """Simulated tasks that take as long as one table of borders."""
 
 ENOUGH_RATIOS = 6
@@ -54,11 +57,12 @@ BY_ESTIMATE = "slower by its estimate"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ruled:
-    """A point that was not simulated with a schedule; empty ``why``: by its bound."""
+    """A point that is no outcome with a schedule; empty ``why``: by its bound; bytes if a simulation told."""
 
     point: Point
     schedule: str
     why: str
+    needed_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +138,7 @@ class Search:
                 self._waiting.setdefault(kind, []).append((point.estimate_s, index, None))
         opened: set[int] = set()
         while any(self._waiting.values()):
-            if self.effort > budget and self.best:
+            if self.effort > (budget if self.best else PATIENCE * budget):
                 self.is_complete = False
                 self._waiting.clear()
                 break
@@ -221,11 +225,13 @@ class Search:
             if again is None:
                 break
             laid = again
-        self._rule_out(laid.point, laid.schedule, DOES_NOT_FIT)
+        self._rule_out(laid.point, laid.schedule, DOES_NOT_FIT, outcome.memory_bytes)
 
     def _keep(self, outcome: Outcome) -> None:
         """Add an outcome, and learn how far its estimates were off."""
         self.outcomes.append(outcome)
+        if self.best is None:
+            self.effort = 0
         if self.best is None or outcome.step_s < self.best.step_s:
             self.best = outcome
         laid = outcome.laid
@@ -261,8 +267,9 @@ class Search:
             plan.kind,
             num_micro_batches=plan.num_micro_batches,
             schedule=laid.schedule,
+            frugal=laid.frugal,
+            margin_bytes=laid.margin_bytes,
         )
-        problem = with_memory(problem, frugal=laid.frugal, margin_bytes=laid.margin_bytes)
         table = BorderTable(problem, one_depth=True)
         moves = itertools.cycle((i, by) for i in range(1, plan.kind.num_stages) for by in (1, -1))
         num_vain = 0
@@ -285,8 +292,8 @@ class Search:
             self.outcomes.append(outcome)
             self.best = outcome
 
-    def _rule_out(self, point: Point, schedule: str, why: str) -> None:
-        self.ruled.append(Ruled(point=point, schedule=schedule, why=why))
+    def _rule_out(self, point: Point, schedule: str, why: str, needed_bytes: int = 0) -> None:
+        self.ruled.append(Ruled(point=point, schedule=schedule, why=why, needed_bytes=needed_bytes))
 
 
 def _shape(point: Point) -> Hashable:

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from varuna.plan.borders import Rows
 from varuna.plan.cluster import Cluster
 from varuna.plan.placement import Devices, Kind, Placement, place
 from varuna.plan.profile import LinkProfile, Profile
 from varuna.plan.tables import Floats, Residents, SectionTable
 from varuna.plan.wish import Wish
+
+
+class Ways:
+    """Links of one pipeline, ``[P, 2]`` by sending stage and direction (activations, gradients).
+
+    Attributes:
+        bytes_per_s, latency_s, send_s: of the link.
+        quantiles: of the extra delays, stage by stage, activations before gradients.
+        jitter: whether there are any.
+    """
+
+    def __init__(self, links: Sequence[LinkProfile]) -> None:
+        """``links[s]`` is that from stage s to the next."""
+        pairs = list(zip(links, [links[0], *links[:-1]], strict=True))
+        self.bytes_per_s = np.array([[link.bytes_per_s for link in pair] for pair in pairs])
+        self.latency_s = np.array([[link.latency_s for link in pair] for pair in pairs])
+        self.send_s = np.array([[link.send_s for link in pair] for pair in pairs])
+        self.quantiles = [link.jitter_s for pair in pairs for link in pair]
+        self.jitter = len(links) > 1 and any(self.quantiles)
 
 
 class Setting:
@@ -29,6 +51,8 @@ class Setting:
         link = profile.across_machines
         self.link_share = link.bytes_per_s / link.shared_bytes_per_s if link.shared_bytes_per_s else 0.0
         self._placements: dict[tuple[int, int, int, str], Placement] = {}
+        self._rows: dict[int, Rows] = {}
+        self._ways: dict[int, Ways] = {}
         self._late: dict[tuple[int, int, bool], Floats] = {}
         self._reductions: dict[tuple[int, bool, bool], tuple[Floats, Floats]] = {}
 
@@ -53,6 +77,27 @@ class Setting:
                 depths, counts = [num_stages, num_stages + 1], [num_pipelines - num_deeper, num_deeper]
             self._placements[key] = place(self.devices, depths, counts, layout)
         return self._placements[key]
+
+    def rows(self, kind: Kind) -> Rows:
+        """The devices and links of a kind, from its last stage upwards."""
+        if id(kind) not in self._rows:
+            recompute = self.wish.recompute
+            self._rows[id(kind)] = Rows(
+                memory_bytes=kind.memory_bytes[::-1],
+                speed=kind.speed[::-1],
+                crosses=kind.crosses[::-1],
+                recompute=recompute[::-1] if isinstance(recompute, tuple) else recompute,
+                within=self.profile.within_machine,
+                across=self.profile.across_machines,
+            )
+        return self._rows[id(kind)]
+
+    def ways(self, kind: Kind) -> Ways:
+        """What messages of a kind's stages take besides their bytes."""
+        if id(kind) not in self._ways:
+            links = [self.link(bool(crosses)) for crosses in kind.crosses]
+            self._ways[id(kind)] = Ways(links)
+        return self._ways[id(kind)]
 
     def late_s(self, placement: Placement, kind: Kind, micro_batch_size: int, *, split: bool) -> Floats:
         """``[S + 1, S + 1]``: seconds from a stage's last task until its gradients are reduced
@@ -85,7 +130,9 @@ class Setting:
         whole_s = np.maximum(0.0, last_s[None, :] - last_s[:, None])
         own_s = np.diff(last_s, prepend=0.0)  # of the section before an index
         first_s = np.append(np.diagonal(reduce_s, offset=1), 0.0)  # of the section that is ready last
-        return np.asarray(np.maximum(first_s[:, None], reduce_s - whole_s + own_s[None, :]) + ties_s)
+        return np.asarray(
+            np.maximum(first_s[:, None], reduce_s - whole_s + own_s[None, :]) + ties_s + self.residents.update_s
+        )
 
     def slowdown(self, placement: Placement, kind: Kind, micro_batch_size: int) -> float:
         """About how much longer a message takes because others leave the same machine."""

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from varuna.plan.borders import BorderProblem, BorderTable
-from varuna.plan.lay import border_problem, placements_of, with_memory
+from varuna.plan.borders import BorderTable
+from varuna.plan.lay import border_problem, placements_of
 from varuna.plan.placement import Kind
 from varuna.plan.points import Point, Points
 from varuna.plan.setting import Setting
@@ -31,11 +31,9 @@ class Tightest:
     limit_bytes: float
 
 
-def tightest_stage(setting: Setting, point: Point) -> Tightest:
+def tightest_stage(setting: Setting, point: Point, schedule: str) -> Tightest:
     """Of the borders that would be the fastest if there were memory enough."""
-    schedule = setting.wish.schedules_of(split=point.split)[0]
-    kind, problem = _problem(setting, point, schedule)
-    table = BorderTable(with_memory(problem, frugal=True, margin_bytes=-_NO_LIMIT), one_depth=True)
+    kind, table = _table(setting, point, schedule, -_NO_LIMIT)
     found = table.borders(kind.num_stages)
     assert found is not None, "borders without a limit"
     return _tightest(point, kind, schedule, table, found.borders)
@@ -55,12 +53,11 @@ def least_memory(setting: Setting, points: Points) -> Tightest:
 
 def _least(setting: Setting, point: Point, schedule: str) -> Tightest:
     """Bisect how much more memory every device would need."""
-    kind, problem = _problem(setting, point, schedule)
     low, high = 0.0, _NO_LIMIT
-    table = BorderTable(with_memory(problem, frugal=True, margin_bytes=-high), one_depth=True)
+    kind, table = _table(setting, point, schedule, -high)
     while high - low > max(1.0, 1e-4 * high):
         middle = (low + high) / 2 if low else high / 64
-        trial = BorderTable(with_memory(problem, frugal=True, margin_bytes=-middle), one_depth=True)
+        _, trial = _table(setting, point, schedule, -middle)
         if np.isfinite(trial.value_s(kind.num_stages)):
             high, table = middle, trial
         else:
@@ -70,12 +67,21 @@ def _least(setting: Setting, point: Point, schedule: str) -> Tightest:
     return _tightest(point, kind, schedule, table, found.borders)
 
 
-def _problem(setting: Setting, point: Point, schedule: str) -> tuple[Kind, BorderProblem]:
+def _table(setting: Setting, point: Point, schedule: str, margin_bytes: float) -> tuple[Kind, BorderTable]:
     placement = placements_of(setting, point)[0]
     kind = placement.kinds[0]
     share = -(-setting.num_micro_batches(point.micro_batch_size) // point.num_pipelines)
-    problem = border_problem(setting, point, placement, kind, num_micro_batches=share, schedule=schedule)
-    return kind, problem
+    problem = border_problem(
+        setting,
+        point,
+        placement,
+        kind,
+        num_micro_batches=share,
+        schedule=schedule,
+        frugal=True,
+        margin_bytes=margin_bytes,
+    )
+    return kind, BorderTable(problem, one_depth=True)
 
 
 def _tightest(point: Point, kind: Kind, schedule: str, table: BorderTable, borders: Sequence[int]) -> Tightest:
