@@ -15,6 +15,7 @@ from tests.morph.histories import play
 from tests.morph.world import BATCH_SIZE, DESCRIBED, World, planner
 from varuna.errors import ConfigError, PlanError
 from varuna.morph import journal as journal_module
+from varuna.morph.instructions import StepsCommitted, StepsUndone
 from varuna.morph.journal import Journal, ResumedClock
 from varuna.morph.ledger import audit
 from varuna.morph.messages import Beat, Described, Ready, StepDone, WorkerStarted
@@ -91,6 +92,32 @@ def test_a_crash_between_an_entry_and_what_follows_from_it(tmp_path: Path) -> No
     assert again.restore(PLAN_FOR).manager.job.num_committed == step + 1
     assert len(again.ledger()) == step + 1
     again.close()
+
+
+def test_steps_that_are_undone_come_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job.sqlite")
+    journal.received("w0", DESCRIBED, 0.0)
+    journal.follow((StepsCommitted(generation=0, first_step=0, end_step=3, num_samples=BATCH_SIZE),))
+    journal.follow((StepsUndone(first_step=2), StepsCommitted(generation=4, first_step=2, end_step=4)))
+    order = journal.order()
+    assert order is not None
+    assert [(entry.step_index, entry.generation) for entry in journal.ledger()] == [
+        (0, 0),
+        (1, 0),
+        (2, 4),
+        (3, 4),
+    ]
+    assert audit(journal.ledger(), order, 4) == ()
+    journal.close()
+
+
+def test_a_step_that_is_heard_of_before_the_job_is(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job.sqlite")
+    journal.follow((StepsCommitted(generation=0, first_step=0, end_step=1, num_samples=BATCH_SIZE),))
+    assert journal.ledger() == ()
+    journal.received("w0", DESCRIBED, 0.0)
+    assert [entry.step_index for entry in journal.ledger()] == [0]
+    journal.close()
 
 
 def test_a_torn_last_write_is_left_out(tmp_path: Path) -> None:

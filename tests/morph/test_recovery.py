@@ -37,6 +37,14 @@ def test_one_saw_the_commit() -> None:
     assert not found.stale
 
 
+def test_one_who_is_gone_had_told_of_the_commit() -> None:
+    reports = {"a": report(4, reduced=4, committed=3), "b": report(4, reduced=4, committed=3)}
+    found = recover(reports, 0, committed_step=4, committed="told before")
+    assert (found.next_step, found.committed, found.rolling) == (5, "told before", {"a", "b"})
+    found = recover(reports, 0, committed_step=3, committed="of the step before")
+    assert (found.next_step, found.committed, found.rolling) == (4, "", frozenset())
+
+
 def test_all_paused_after_a_step() -> None:
     found = recover({"a": report(5, committed=4), "b": report(5, committed=4)}, 0)
     assert (found.next_step, found.rolling, found.stale) == (5, frozenset(), frozenset())

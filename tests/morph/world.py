@@ -144,6 +144,7 @@ class World:
         stages: numbers of stages, by number of workers.
         policy: of the manager.
         journal: is told all that the manager is told.
+        tells_commits: whether workers tell with each step what its commit returned.
     """
 
     def __init__(
@@ -155,10 +156,12 @@ class World:
         stages: tuple[int, ...] = (2, 1, 3),
         policy: Policy | None = None,
         journal: Journal | None = None,
+        tells_commits: bool = True,
     ) -> None:
         self.plan_for = planner(least, stages)
         self.policy = policy or Policy(replace_lost=False)
         self.journal = journal
+        self.tells_commits = tells_commits
         if journal is None:
             self.manager = Manager(self.plan_for, policy=self.policy)
         else:
@@ -254,6 +257,7 @@ class World:
                 self.ledger += [instruction.generation] * count
             elif isinstance(instruction, StepsUndone):
                 assert instruction.first_step < len(self.ledger), (instruction, self.ledger)
+                assert not self.tells_commits, "a step is run again, though its outcome was told"
                 del self.ledger[instruction.first_step :]
             else:
                 self._carry(instruction)
@@ -533,7 +537,12 @@ class World:
             self._halt(worker, "asked to pause")
         else:
             done = StepDone(
-                generation=generation, step_index=step, duration_s=1.0, busy_s=0.5, num_samples=BATCH_SIZE
+                generation=generation,
+                step_index=step,
+                duration_s=1.0,
+                busy_s=0.5,
+                num_samples=BATCH_SIZE,
+                committed=worker.committed if self.tells_commits else "",
             )
             self._say(worker, done, is_state=False)
 

@@ -277,14 +277,25 @@ class Endings:
                 stale=frozenset(),
             )
         reports = {member.incarnation: generation.reports[member.incarnation] for member in members}
-        recovery = recover(reports, generation.next_step)
+        recovery = recover(
+            reports,
+            generation.next_step,
+            committed_step=generation.committed_step,
+            committed=generation.committed,
+        )
         for name in sorted(recovery.stale):
             self._fence(job.workers[name], f"it is behind step {recovery.next_step} and cannot catch up")
-        if job.num_committed > recovery.next_step:
+        if job.num_committed > recovery.next_step and not self._some_ended_well():
             self._out.append(StepsUndone(first_step=recovery.next_step))
             job.num_committed = recovery.next_step
         self._commit_until(recovery.next_step)
         return recovery
+
+    def _witness(self, step_index: int | None, committed: str) -> None:
+        """Somebody has told what the commit of a step of this generation returned."""
+        generation = self.job.generation
+        if committed and step_index is not None and step_index > generation.committed_step:
+            generation.committed_step, generation.committed = step_index, committed
 
     def _commit_until(self, end_step: int, num_samples: int | None = None) -> None:
         job = self.job

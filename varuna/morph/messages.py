@@ -69,6 +69,7 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
         duration_s: of the step.
         busy_s: in which this worker ran tasks; 0 if that was not measured.
         num_samples: of the global batch.
+        committed: what its commit returned; if all who saw it are lost, the manager can still tell the others.
     """
 
     generation: int
@@ -76,6 +77,7 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
     duration_s: float
     busy_s: float = 0.0
     num_samples: int
+    committed: str = ""
 
 
 class Halted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

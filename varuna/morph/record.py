@@ -76,8 +76,9 @@ class GenerationRecord(Struct, kw_only=True):
         givers: members without a stage that only give their sections away and then leave.
         formed: members in which it is open.
         reports: of members that have halted.
+        committed_step, committed: the newest step whose commit is known to have returned on any member, and
+            what it returned, as far as members have told.
         forms: what each member was told, to tell it again.
-        first_halt_s: when the first report came.
     """
 
     number: int
@@ -88,8 +89,9 @@ class GenerationRecord(Struct, kw_only=True):
     givers: tuple[str, ...] = ()
     formed: set[str] = field(default_factory=set)
     reports: dict[str, HaltReport] = field(default_factory=dict)
+    committed_step: int = -1
+    committed: str = ""
     forms: dict[str, Form] = field(default_factory=dict)
-    first_halt_s: float | None = None
 
 
 class JobRecord(Struct, kw_only=True):

@@ -1,6 +1,6 @@
 """Which step comes next when a generation has ended, and who is up to date: the rule of the commit. Pure.
 
-If the commit of a step returned on any living member, every member had its gradients reduced: those that have
+If the commit of a step returned on any member, every member had its gradients reduced: those that have
 not seen the outcome are told it and make the same update ("roll forward"). If it returned on none, nobody has
 changed, and the step runs again.
 """
@@ -40,23 +40,29 @@ class LostSections:
     workers: tuple[str, ...] = ()
 
 
-def recover(reports: Mapping[str, HaltReport], first_step: int) -> Recovery:
+def recover(
+    reports: Mapping[str, HaltReport], first_step: int, *, committed_step: int = -1, committed: str = ""
+) -> Recovery:
     """Where the members stand.
 
     Args:
         reports: of all living members of the generation; at least one.
         first_step: the step with which the generation began. Newcomers that halt before their first step
             report 0 applied steps; what they hold is what was handed to them, of this step.
+        committed_step: of the newest commit of the generation that any member has ever told of, those that
+            are gone since included.
+        committed: what that commit returned.
     """
     assert reports, "nobody has reported"
     applied = {member: max(report.num_applied, first_step) for member, report in reports.items()}
     least = min(applied.values())
-    committed_steps = [
+    known = [
         (report.committed_step, report.committed)
         for report in reports.values()
-        if report.committed_step is not None and report.committed_step >= least
+        if report.committed_step is not None
     ]
-    step, committed = max(committed_steps, key=lambda pair: pair[0], default=(least - 1, ""))
+    known += [(committed_step, committed), (least - 1, "")]
+    step, text = max(known, key=lambda pair: pair[0])
     next_step = max(step + 1, *applied.values())
     rolling = frozenset(
         member
@@ -66,7 +72,7 @@ def recover(reports: Mapping[str, HaltReport], first_step: int) -> Recovery:
     current = rolling | {member for member, number in applied.items() if number == next_step}
     return Recovery(
         next_step=next_step,
-        committed=committed,
+        committed=text if step >= least else "",
         rolling=rolling,
         current=current,
         stale=frozenset(reports) - current,

@@ -208,6 +208,7 @@ class Manager(Endings):
             return
         if message.step_index >= job.num_committed:
             job.durations_s = [*job.durations_s, message.duration_s][-_NUM_REMEMBERED:]
+        self._witness(message.step_index, message.committed)
         self._commit_until(message.step_index + 1, message.num_samples)
 
     def _on_halted(self, worker: WorkerRecord, message: Halted, now_s: float) -> None:
@@ -221,6 +222,7 @@ class Manager(Endings):
         if generation.members and name not in generation.members:
             return
         generation.reports[name] = report
+        self._witness(report.committed_step, report.committed)
         if job.stopped_s is None:
             job.stopped_s = now_s
         if job.phase is Phase.FOUNDING:

@@ -31,9 +31,6 @@ def wish_of(job: JobRecord, plan_for: PlanFor, now_s: float) -> Wish:
     """What should happen to the generation that runs."""
     assert job.description is not None
     members = job.members()
-    givers = [member.incarnation for member in members if member.incarnation in job.generation.givers]
-    if givers:
-        return Wish(reason=f"{_names(givers)} handed over and can leave", pause=True)
     leavers = [member for member in members if member.leaving is not None]
     ready = job.ready()
     if leavers:
@@ -77,7 +74,3 @@ def _join(job: JobRecord, plan_for: PlanFor, now_s: float) -> JoinVerdict:
 def num_used(plan: Plan) -> int:
     """Workers that have a stage."""
     return sum(len(pipeline.stages) for pipeline in plan.pipelines)
-
-
-def _names(incarnations: list[str]) -> str:
-    return ", ".join(incarnations)
