@@ -16,6 +16,7 @@ NAMES = (
     "simulator",
     "best_plan",
     "reference",
+    "choose",
 )
 
 
