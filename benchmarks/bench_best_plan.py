@@ -158,7 +158,10 @@ def main() -> None:
         wanted = [one for one in wanted if one.num_workers == 4 and one.batch_size == 16]
     names = dict.fromkeys(one.network for one in wanted)
     calibrated = {name: calibrate(wanted[0].profile(), NETWORKS[name]) for name in names}
-    rows = [measure(one, calibrated[one.network], options.repeats) for one in wanted]
+    rows = []
+    for number, one in enumerate(wanted, start=1):
+        rows.append(measure(one, calibrated[one.network], options.repeats))
+        print(f"{number} of {len(wanted)}:", *rows[-1], file=sys.stderr, flush=True)
     ratios = [float(str(row[-1])) for row in rows]
     within = sum(ratio <= TARGET for ratio in ratios)
     notes = (
