@@ -109,7 +109,7 @@ class Worker:
     committed_step: int | None = None
     committed: str = ""
     has_state: bool = False
-    pause: bool = False
+    slowness: float = 1.0
     frozen: bool = False
     is_alive: bool = True
     ended_well: bool = False
@@ -540,11 +540,22 @@ class World:
                 generation=generation,
                 step_index=step,
                 duration_s=1.0,
-                busy_s=0.5,
+                busy_s=self._busy_s(worker),
                 num_samples=BATCH_SIZE,
                 committed=worker.committed if self.tells_commits else "",
             )
             self._say(worker, done, is_state=False)
+
+    @staticmethod
+    def _busy_s(worker: Worker) -> float:
+        """Half a second for each micro-batch of its pipeline, if it is not slow."""
+        assert worker.plan is not None
+        rank = 0 if worker.formation is None else worker.formation.rank
+        rank = int(worker.name[1:]) if worker.generation == 0 else rank
+        position = worker.plan.position_of(rank)
+        if position is None:
+            return 0.0
+        return 0.5 * worker.slowness * worker.plan.pipelines[position.pipeline_index].num_micro_batches
 
     def _halt(self, worker: Worker, reason: str) -> None:
         # a newcomer knows its step count only once it has been in a generation that opened

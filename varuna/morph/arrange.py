@@ -10,6 +10,7 @@ from varuna.generations import Formation
 from varuna.morph.messages import Described
 from varuna.morph.planning import PlanFor, Planned
 from varuna.morph.recovery import LostSections
+from varuna.morph.slowness import share_out
 from varuna.morph.transfer import place, transfers_of
 
 
@@ -21,6 +22,8 @@ class Candidate:
         incarnation, machine: which, and where.
         held: sections it has, up to date.
         has_state: it knows what every member knows besides its sections; False for newcomers.
+        speed: as a share of its peers'.
+        rests: it is too slow to get work, if the others can do without it.
         leaving: it was asked to go; ``deadline_s`` is when, on any clock, None if that is not known.
     """
 
@@ -28,6 +31,8 @@ class Candidate:
     machine: str = ""
     held: frozenset[int] = field(default_factory=frozenset)
     has_state: bool = False
+    speed: float = 1.0
+    rests: bool = False
     leaving: bool = False
     deadline_s: float | None = None
 
@@ -39,14 +44,14 @@ class Arrangement:
     Attributes:
         members: by rank.
         formations: of each.
-        step_s: predicted seconds of a step, None without a prediction.
+        planned: what the planner said; its plan before workers had places.
         givers: members without a stage that only give their sections away, because they will leave.
         notes: what people should know.
     """
 
     members: tuple[str, ...]
     formations: tuple[Formation, ...]
-    step_s: float | None
+    planned: Planned
     givers: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -84,31 +89,18 @@ def arrange(
     lost = tuple(section for section in range(num_sections) if section not in found)
     if lost:
         return LostSections(sections=lost)
-    stayers = [candidate for candidate in candidates if not candidate.leaving]
-    planned = try_plan(plan_for, len(stayers), described)
-    notes: list[str] = []
-    givers: list[Candidate] = []
-    if isinstance(planned, Planned):
-        givers = _givers(candidates, num_sections)
-    else:
-        leavers = [candidate.incarnation for candidate in candidates if candidate.leaving]
-        if not leavers:
-            return planned
-        without = planned
-        planned = try_plan(plan_for, len(candidates), described)
-        if not isinstance(planned, Planned):
-            return planned
-        stayers = list(candidates)
-        notes.append(f"{', '.join(leavers)} cannot be spared yet: {without.reason}")
-    if planned.note:
-        notes.append(planned.note)
-    members = [candidate for candidate in candidates if candidate in stayers or candidate in givers]
+    planned, chosen, notes = _choose(candidates, described, plan_for)
+    if isinstance(planned, NoPlan):
+        return planned
+    givers = _givers([one for one in candidates if one not in chosen], num_sections, candidates)
+    members = [one for one in candidates if one in chosen or one in givers or not one.leaving]
     state_rank = next((rank for rank, member in enumerate(members) if member.has_state), None)
     if state_rank is None:
         return LostState()
-    ranks = [rank for rank, member in enumerate(members) if member in stayers]
+    ranks = [rank for rank, member in enumerate(members) if member in chosen]
     held = {rank: member.held for rank, member in enumerate(members)}
     plan = place(planned.plan, ranks, len(members), held, described.sections)
+    plan = share_out(plan, {rank: members[rank].speed for rank in ranks})
     machines = [member.machine for member in members]
     transfers = transfers_of(plan, held, machines, described.sections)
     return Arrangement(
@@ -125,7 +117,7 @@ def arrange(
             )
             for rank in range(len(members))
         ),
-        step_s=planned.step_s,
+        planned=planned,
         givers=tuple(giver.incarnation for giver in givers),
         notes=tuple(notes),
     )
@@ -141,13 +133,34 @@ def try_plan(plan_for: PlanFor, num_workers: int, described: Described) -> Plann
         return NoPlan(reason=str(error))
 
 
-def _givers(candidates: Sequence[Candidate], num_sections: int) -> list[Candidate]:
+def _choose(
+    candidates: Sequence[Candidate], described: Described, plan_for: PlanFor
+) -> tuple[Planned | NoPlan, list[Candidate], list[str]]:
+    """The plan, who gets its places, and notes: without those that rest or leave, if it can be done without."""
+    working = [one for one in candidates if not one.rests and not one.leaving]
+    staying = [one for one in candidates if not one.leaving]
+    notes: list[str] = []
+    planned: Planned | NoPlan = NoPlan(reason="no worker is left that stays")
+    for chosen in (working, staying, list(candidates)):
+        more = [one.incarnation for one in chosen if one not in working]
+        if notes and not more:
+            continue
+        without = planned
+        planned = try_plan(plan_for, len(chosen), described)
+        if isinstance(planned, Planned):
+            if more and isinstance(without, NoPlan):
+                notes.append(f"{', '.join(more)} cannot be spared: {without.reason}")
+            if planned.note:
+                notes.append(planned.note)
+            return planned, chosen, notes
+    return planned, [], notes
+
+
+def _givers(others: Sequence[Candidate], num_sections: int, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Leaving workers whose sections nobody has that stays; those that can stay longest, as few as will do."""
-    missing = set(range(num_sections)).difference(
-        *(candidate.held for candidate in candidates if not candidate.leaving)
-    )
+    leavers = [one for one in others if one.leaving]
+    missing = set(range(num_sections)).difference(*(one.held for one in candidates if one not in leavers))
     givers = []
-    leavers = [candidate for candidate in candidates if candidate.leaving]
     for leaver in sorted(leavers, key=_longest_first):
         if leaver.held & missing:
             givers.append(leaver)

@@ -240,12 +240,17 @@ class Endings:
             return
         recovery = self._recover(members)
         members = job.members()
+        for member in members:
+            if member.rests_until_s is not None and member.rests_until_s <= now_s:
+                member.rests_until_s, member.speed = None, 1.0
         candidates = [
             Candidate(
                 incarnation=member.incarnation,
                 machine=member.machine,
                 held=frozenset(generation.reports[member.incarnation].held_sections),
                 has_state=member.has_state,
+                speed=member.speed,
+                rests=member.rests_until_s is not None,
                 leaving=member.leaving is not None,
                 deadline_s=None if member.leaving is None else member.leaving.deadline_s,
             )
@@ -326,7 +331,8 @@ class Endings:
             number=first.generation,
             members=arrangement.members,
             plan=first.plan,
-            step_s=arrangement.step_s,
+            step_s=arrangement.planned.step_s,
+            micro_batch_s=arrangement.planned.micro_batch_s,
             next_step=first.next_step,
             givers=arrangement.givers,
             forms=forms,

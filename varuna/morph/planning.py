@@ -21,11 +21,13 @@ class Planned:
     Attributes:
         plan: worker i is any worker.
         step_s: predicted seconds of a step, None without a profile.
+        micro_batch_s: predicted seconds of computing for a micro-batch, per pipeline and stage; empty without.
         note: what people should know about it: what of the user's wishes could not be kept.
     """
 
     plan: Plan
     step_s: float | None = None
+    micro_batch_s: tuple[tuple[float, ...], ...] = ()
     note: str = ""
 
 
@@ -83,4 +85,9 @@ def _plan(num_workers: int, described: Described, num_stages: int | None) -> Pla
         schedule=described.schedule,
         recompute=recompute,
     )
-    return Planned(plan=chosen.plan, step_s=chosen.prediction.step_s)
+    plan, prediction = chosen.plan, chosen.prediction
+    micro_batch_s = tuple(
+        tuple(stage.busy_s / pipeline.num_micro_batches for stage in predicted.stages)
+        for pipeline, predicted in zip(plan.pipelines, prediction.pipelines, strict=True)
+    )
+    return Planned(plan=plan, step_s=prediction.step_s, micro_batch_s=micro_batch_s)

@@ -46,6 +46,8 @@ class WorkerRecord(Struct, kw_only=True):
         ready_s: when it was ready, on the manager's clock.
         has_state: it knows schedulers, loss scale and step count: it was in a generation that opened.
         leaving: who asked it to go.
+        speed: as a share of its peers', as far as is known.
+        rests_until_s: it is too slow to get work before then; ``num_rests`` counts such times.
         ended_well: its script ended.
         gone_reason: why it is gone; ``is_fenced`` if that was the manager's decision and its end is not known.
     """
@@ -59,6 +61,9 @@ class WorkerRecord(Struct, kw_only=True):
     ready_s: float = 0.0
     has_state: bool = False
     leaving: Leaving | None = None
+    speed: float = 1.0
+    rests_until_s: float | None = None
+    num_rests: int = 0
     ended_well: bool = False
     gone_reason: str = ""
     is_fenced: bool = False
@@ -72,12 +77,14 @@ class GenerationRecord(Struct, kw_only=True):
         members: by rank, those that are gone since included.
         plan: its layout; None while the first one is founded.
         step_s: predicted seconds of a step, None without a prediction.
+        micro_batch_s: predicted seconds for a micro-batch, per pipeline and stage; empty without a prediction.
         next_step: the step it began with.
         givers: members without a stage that only give their sections away and then leave.
         formed: members in which it is open.
         reports: of members that have halted.
         committed_step, committed: the newest step whose commit is known to have returned on any member, and
             what it returned, as far as members have told.
+        busy_s: per member, seconds in which it computed in each of its last steps.
         forms: what each member was told, to tell it again.
     """
 
@@ -85,12 +92,14 @@ class GenerationRecord(Struct, kw_only=True):
     members: tuple[str, ...] = ()
     plan: Plan | None = None
     step_s: float | None = None
+    micro_batch_s: tuple[tuple[float, ...], ...] = ()
     next_step: int = 0
     givers: tuple[str, ...] = ()
     formed: set[str] = field(default_factory=set)
     reports: dict[str, HaltReport] = field(default_factory=dict)
     committed_step: int = -1
     committed: str = ""
+    busy_s: dict[str, list[float]] = field(default_factory=dict)
     forms: dict[str, Form] = field(default_factory=dict)
 
 
