@@ -19,6 +19,8 @@ from tests.cases.jobs import Training
 from tests.e2e.jobs import Ended, Warm
 from tests.launch.jobs import wait_until
 from varuna.morph.client import RunClient
+from varuna.morph.journal import Journal
+from varuna.morph.ledger import audit
 from varuna.morph.runs import living_runs
 from varuna.morph.views import LoggedEvent, Status
 
@@ -130,9 +132,20 @@ class Run:
 
     def process(self, name: str) -> psutil.Process:
         """The only process of the run that has this name, or these words in its command line."""
-        everyone = psutil.Process(self.job.pid).children(recursive=True)
-        (found,) = (one for one in everyone if name == one.name() or name in " ".join(one.cmdline()))
+        (found,) = (one for one in self.everyone() if name == one.name() or name in " ".join(one.cmdline()))
         return found
+
+    def everyone(self) -> list[psutil.Process]:
+        """All processes of the run."""
+        launcher = psutil.Process(self.job.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def kill_manager(self) -> None:
+        """Kill it; it is started again, and counts its events from 1 again."""
+        manager = self.process("varuna.morph.__main__")
+        manager.kill()
+        manager.wait(10)
+        self._num_seen = 0
 
     def worker(self, number: int) -> psutil.Process:
         """A worker's process."""
@@ -172,11 +185,21 @@ class Run:
             for step in steps:
                 _check_step(step, expected[step["index"]])
         assert seen == set(range(NUM_STEPS))
+        self._check_ledger()
         state = cases.decode(json.loads((self.directory / "state.json").read_text()))
         assert state.keys() == expected_state.keys()
         for name, value in expected_state.items():
             difference = (state[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
             assert difference <= EXACT, (name, float(difference))
+
+    def _check_ledger(self) -> None:
+        """Every step happened once, with the samples that it should have."""
+        journal = Journal(self.directory / "logs" / "journal.sqlite")
+        order, entries = journal.order(), journal.ledger()
+        journal.close()
+        assert order is not None
+        assert audit(entries, order, NUM_STEPS) == ()
+        assert len(entries) == NUM_STEPS
 
 
 def _check_step(mine: dict[str, Any], theirs: dict[str, Any]) -> None:

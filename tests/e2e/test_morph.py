@@ -5,7 +5,6 @@ Real commands and processes; each fault must have fired.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from click.testing import CliRunner
 from tests.e2e.jobs import Warm
 from tests.e2e.morphing import NUM_STEPS, Fault, Run
 from varuna import cli
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Captures, and where runs are announced."""
-    return tmp_path_factory.mktemp("cache")
 
 
 def command(cache: Path, *arguments: str) -> str:

@@ -94,8 +94,8 @@ class Agent:
                 return orders
 
     def close(self) -> None:
-        """End the line, after what was to be told."""
-        self._link.close()
+        """End the line, after what was to be told if the manager is there."""
+        self._link.close(patience_s=0.0)
         os.close(self._wakeup)
         os.close(self._wakeup_writer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Protocol
 
 from varuna.errors import ConfigError, RunError
@@ -82,13 +82,13 @@ class ManagedControl:
         )
 
     @staticmethod
-    def from_env(environ: Mapping[str, str]) -> ManagedControl | None:
-        """The manager that the launcher named, or None.
+    def from_env(environ: MutableMapping[str, str]) -> ManagedControl | None:
+        """The manager that the launcher named, or None. It has one job a process: whoever asks first gets it.
 
         Raises:
             ConfigError: the variables say half of what is needed.
         """
-        url = environ.get("VARUNA_MANAGER", "")
+        url = environ.pop("VARUNA_MANAGER", "")
         if not url:
             return None
         incarnation = environ.get("VARUNA_INCARNATION", "")

@@ -2,7 +2,7 @@
 
     link = Link(url, token, {"incarnation": "w3"}, received=on_message, greeting=lambda: [state])
     link.send(data)          # from any thread, never blocks
-    link.close()             # sends what is queued, then ends
+    link.close()             # sends what is queued, then ends; happens by itself when the process ends
 
 The manager may die and come back: the link connects again, first tells again what its owner's state is
 (``greeting``), then goes on with what was queued. What was sent just before a break may arrive twice or, if it
@@ -13,6 +13,7 @@ then ends.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import threading
@@ -31,8 +32,8 @@ _STEADY_S = 1.0
 _FLUSH_S = 2.0
 """How long ``close`` lets a connection send what is queued."""
 
-_CONNECT_AT_CLOSE_S = 0.3
-"""How long ``close`` waits for a connection that is not there yet."""
+PATIENCE_S = 5.0
+"""How long ``close`` waits by default for a manager that is just being started again."""
 
 _PING_S = 10.0
 """A connection on which the other side does not answer a ping this often is made anew."""
@@ -91,11 +92,13 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._closing = asyncio.Event()
-        self._is_connected = False
+        self._is_connected = asyncio.Event()
+        self._patience_s = PATIENCE_S
         self._refusal: Refusal | None = None
         self._thread = threading.Thread(target=self._run, name="varuna-link", daemon=True)
         self._owner_pid = os.getpid()
         self._thread.start()
+        atexit.register(self.close)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -107,14 +110,16 @@ class Link:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
             self._loop.call_soon_threadsafe(self._queue.put_nowait, data)
 
-    def close(self) -> None:
-        """Send what is queued, if the manager is there, and end the thread. Idempotent."""
-        if os.getpid() != self._owner_pid:
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Send what is queued, to a manager that is there within ``patience_s``; end the thread. Idempotent."""
+        if os.getpid() != self._owner_pid:  # a fork's copy
             return
+        atexit.unregister(self.close)
+        self._patience_s = patience_s
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
             self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(_FLUSH_S + 1.0)
+        self._thread.join(patience_s + _FLUSH_S + 1.0)
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -131,8 +136,14 @@ class Link:
         closing = asyncio.ensure_future(self._closing.wait())
         try:
             await asyncio.wait((work, closing), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                await asyncio.wait((work,), timeout=_FLUSH_S if self._is_connected else _CONNECT_AT_CLOSE_S)
+            if not work.done() and not self._is_connected.is_set():
+                connecting = asyncio.ensure_future(self._is_connected.wait())
+                await asyncio.wait(
+                    (work, connecting), timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                connecting.cancel()
+            if self._is_connected.is_set():
+                await asyncio.wait((work,), timeout=_FLUSH_S)
         finally:
             for task in (work, closing):
                 task.cancel()
@@ -158,9 +169,7 @@ class Link:
                 except (aiohttp.ClientError, OSError, TimeoutError):
                     pass  # the manager is away; it may come back
                 finally:
-                    self._is_connected = False
-                if self._closing.is_set():
-                    return  # nobody to tell
+                    self._is_connected.clear()
                 attempt = 0 if time.monotonic() - started_s > _STEADY_S else attempt
                 await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                 attempt += 1
@@ -170,7 +179,7 @@ class Link:
         async with session.ws_connect(
             self._url, params=self._query, max_msg_size=0, heartbeat=_PING_S
         ) as socket:
-            self._is_connected = True
+            self._is_connected.set()
             for data in self._greeting():
                 await socket.send_bytes(data)
             reader = asyncio.ensure_future(self._read(socket))

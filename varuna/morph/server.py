@@ -75,7 +75,10 @@ class Server:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, self._expected):
                 return _error(401, "the job's token is missing or wrong")
-            return await handler(request)
+            try:
+                return await handler(request)
+            except ConnectionResetError:  # whoever asked is gone, before there was an answer
+                return _error(400, "you are gone")
 
         return check
 
