@@ -17,6 +17,7 @@ from typing import assert_never
 
 from varuna.morph.ending import Endings
 from varuna.morph.instructions import Instruction
+from varuna.morph.judging import judge, note_busy
 from varuna.morph.messages import (
     Abort,
     Beat,
@@ -41,14 +42,10 @@ from varuna.morph.phases import ENDED, Phase
 from varuna.morph.planning import PlanFor
 from varuna.morph.policy import Policy
 from varuna.morph.record import JobRecord, Leaving, WorkerRecord, WorkerStatus
-from varuna.morph.slowness import REST_BELOW, WINDOW, Pace, paces, rest_s
+from varuna.morph.slowness import WINDOW
 
 _NUM_REMEMBERED = 20
 """Recent steps, morphs and arrivals that decisions look at."""
-
-
-_SPEED_CHANGE = 0.1
-"""A worker's speed that differs less from what is known is nothing new."""
 
 
 class Manager(Endings):
@@ -218,49 +215,13 @@ class Manager(Endings):
         self._commit_until(message.step_index + 1, message.num_samples)
 
     def _judge(self, worker: WorkerRecord, message: StepDone, now_s: float) -> None:
-        """Once in a window of steps: who is slow, and whether that is to be acted on."""
-        job, generation = self.job, self.job.generation
-        if message.generation != generation.number or message.busy_s <= 0 or generation.plan is None:
-            return
-        busy_s = generation.busy_s.setdefault(worker.incarnation, [])
-        generation.busy_s[worker.incarnation] = [*busy_s, message.busy_s][-WINDOW:]
-        if job.phase is not Phase.RUNNING or message.step_index % WINDOW != WINDOW - 1:
-            return
-        ranks = {name: rank for rank, name in enumerate(generation.members)}
-        known = {ranks[name]: steps for name, steps in generation.busy_s.items() if name in ranks}
-        found = False
-        for pace in paces(generation.plan, known, self._predicted_s()):
-            found = self._judge_one(job.workers[generation.members[pace.rank]], pace, now_s) or found
-        if found:
-            self._consider(now_s)
-
-    def _judge_one(self, worker: WorkerRecord, pace: Pace, now_s: float) -> bool:
-        """Whether something new is known about a worker."""
-        speed = round(pace.speed, 2) if pace.is_chronic else 1.0
-        if abs(speed - worker.speed) < _SPEED_CHANGE or worker.status is not WorkerStatus.MEMBER:
-            return False
-        worker.speed = speed
-        text = f"{pace.busy_s:.3g} s for a micro-batch, its peers {pace.peers_s:.3g} s"
-        if speed == 1.0:
-            self._tell("slow", f"{worker.incarnation} is as fast as its peers again: {text}")
-            worker.num_rests = 0
-        else:
-            self._tell("slow", f"{worker.incarnation} is slow: {text}")
-        if speed < REST_BELOW and worker.rests_until_s is None:
-            worker.rests_until_s = now_s + rest_s(worker.num_rests)
-            worker.num_rests += 1
-        return True
-
-    def _predicted_s(self) -> dict[int, float]:
-        """Per rank, predicted seconds for a micro-batch; empty without a prediction."""
-        generation = self.job.generation
-        if generation.plan is None or not generation.micro_batch_s:
-            return {}
-        return {
-            stage.worker_index: seconds
-            for pipeline, row in zip(generation.plan.pipelines, generation.micro_batch_s, strict=True)
-            for stage, seconds in zip(pipeline.stages, row, strict=True)
-        }
+        note_busy(self.job, worker, message)
+        if self.job.phase is Phase.RUNNING and message.step_index % WINDOW == WINDOW - 1:
+            news = judge(self.job, now_s)
+            for text in news:
+                self._tell("slow", text)
+            if news:
+                self._consider(now_s)
 
     def _on_halted(self, worker: WorkerRecord, message: Halted, now_s: float) -> None:
         job, report, name = self.job, message.report, worker.incarnation
