@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _UP = click.IntRange(min=1)
 _WIDTH = 160
+
+_PATIENCE = 10
+"""A person waits longer than a running job does."""
+
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _UNITS = {
     "": 1,
@@ -86,6 +90,7 @@ def plan(
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         recompute=recompute,
+        patience=_PATIENCE,
     )
     if output is not None:
         write_plan(choice.plan, output, choice.reason)

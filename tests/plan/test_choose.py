@@ -17,7 +17,7 @@ from tests.plan.random_profiles import SIZES, random_profile
 from tests.plan.support import make_sections
 from varuna.errors import PlanError
 from varuna.plan import SCHEDULES, simple_plan
-from varuna.plan.choose import Choice, choose_plan, plan_of
+from varuna.plan.choose import SURE, Choice, choose_plan, plan_of
 from varuna.plan.cluster import Cluster, Machine
 from varuna.plan.points import PointMaker
 from varuna.plan.predict import Prediction, predict
@@ -59,7 +59,7 @@ def check(choice: Choice, profile: Profile, cluster: Cluster, batch_size: int) -
     assert best.rejected == ""
     assert all(row.rejected for row in others)
     assert best.step_s == choice.prediction.step_s
-    assert best.step_s <= min((row.step_s for row in others if row.simulated), default=inf) * (1 + 1e-8)
+    assert best.step_s <= min((row.step_s for row in others if row.simulated), default=inf) / SURE
     assert (best.micro_batch_size, best.schedule) == (plan.micro_batch_size, plan.schedule)
     assert best.num_pipelines == len(plan.pipelines)
 

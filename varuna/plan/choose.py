@@ -28,6 +28,9 @@ from varuna.spec import PipelineSpec, Plan, StageSpec
 FINALISTS, FINALISTS_OF_MANY, SMALL = 8, 2, 400
 """Best simulated layouts that are predicted as whole plans, up to ``SMALL`` workers and beyond."""
 
+SURE = 0.999
+"""A layout whose simulated step is not below this share of the best prediction is not predicted."""
+
 NUM_RUNS = 5
 """Steps with drawn delays that a finalist's prediction is the mean of, where links have jitter."""
 
@@ -62,6 +65,7 @@ def choose_plan(
     micro_batch_size: int | None = None,
     schedule: str | None = None,
     recompute: bool | Sequence[bool] | None = None,
+    patience: float = 1.0,
 ) -> Choice:
     """The plan with the least simulated step time.
 
@@ -73,6 +77,8 @@ def choose_plan(
         micro_batch_size: m, likewise.
         schedule: likewise; else the best of all.
         recompute: whether stages recompute, for all or one flag for each; None decides for each stage.
+        patience: how many times the effort may be spent that a running job can wait for (some hundredths of a
+            second for 100 devices).
 
     Raises:
         PlanError: nothing fits, or what was fixed cannot be laid out; with values and what would help.
@@ -86,7 +92,7 @@ def choose_plan(
         schedule=schedule,
         recompute=recompute,
     )
-    search = search_plans(profile, cluster, wish)
+    search = search_plans(profile, cluster, wish, patience=patience)
     finalists = _finalists(search, profile, cluster)
     if not finalists:
         assert search.points is not None, "the search was run"
@@ -106,10 +112,10 @@ def choose_plan(
     )
 
 
-def search_plans(profile: Profile, cluster: Cluster, wish: Wish) -> Search:
+def search_plans(profile: Profile, cluster: Cluster, wish: Wish, *, patience: float = 1.0) -> Search:
     """Everything simulated and ruled out for a wish."""
     setting = Setting(profile, cluster, wish)
-    search = Search(setting=setting, maker=PointMaker(setting))
+    search = Search(setting=setting, maker=PointMaker(setting), patience=patience)
     search.run()
     return search
 
@@ -127,7 +133,7 @@ def _finalists(search: Search, profile: Profile, cluster: Cluster) -> list[_Fina
     most = FINALISTS if cluster.num_workers <= SMALL else FINALISTS_OF_MANY
     best_s = float("inf")
     for outcome in sorted(search.outcomes, key=lambda outcome: _rank(outcome.step_s, outcome.laid)):
-        if outcome.step_s >= best_s or len(finalists) == most:
+        if outcome.step_s >= best_s * SURE or len(finalists) == most:
             break
         plan = plan_of(outcome.laid, search.setting)
         prediction = predict(plan, profile, cluster, num_runs=NUM_RUNS)

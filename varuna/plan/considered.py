@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,10 @@ from varuna.plan.search import BY_ESTIMATE, DOES_NOT_FIT, Ruled, Search
 from varuna.plan.setting import Setting
 from varuna.plan.tightest import tightest_stage
 
-DETAILED = 6
-"""So many of the fastest are simulated again with free messages, to tell communication; and so many of those
-that do not fit get told which stage, and by how much."""
+DETAILED = 2
+"""Times the search's patience: so many of the fastest are simulated again with free messages, to tell
+communication; and so many of those that do not fit get told which stage, and by how much.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,30 +68,32 @@ def candidates_of(
         predictions: of outcomes by ``id``, where there is one.
     """
     best_s = predictions[id(chosen)].step_s
+    num_detailed = int(DETAILED * search.patience)
     order = sorted(search.outcomes, key=lambda outcome: (outcome is not chosen, outcome.step_s))
     rows = []
     for index, outcome in enumerate(order):
-        row = _simulated(search.setting, outcome, detailed=index < DETAILED)
+        row = _simulated(search.setting, outcome, best_s if index else None, detailed=index < num_detailed)
         prediction = predictions.get(id(outcome))
         if prediction is not None:
-            row = replace(row, step_s=prediction.step_s, bubble=prediction.bubble)
-        if outcome is not chosen:
-            row = replace(row, rejected=_slower(row.step_s, best_s))
+            rejected = _slower(prediction.step_s, best_s) if index else ""
+            row = replace(row, step_s=prediction.step_s, bubble=prediction.bubble, rejected=rejected)
         rows.append(row)
     num_told = 0
     for ruled in search.ruled:
-        rows.append(_ruled(search.setting, ruled, best_s, detailed=num_told < DETAILED))
+        rows.append(_ruled(search.setting, ruled, best_s, detailed=num_told < num_detailed))
         num_told += ruled.why == DOES_NOT_FIT
     rows += _unopened(search, best_s)
     return tuple(sorted(rows, key=lambda row: (row.rejected != "", row.step_s)))
 
 
-def _simulated(setting: Setting, outcome: Outcome, *, detailed: bool) -> Candidate:
+def _simulated(setting: Setting, outcome: Outcome, best_s: float | None, *, detailed: bool) -> Candidate:
+    """``best_s`` is None for the choice itself."""
     laid = outcome.laid
     saved_s = outcome.step_s - simulate(setting, laid, free_communication=True).step_s if detailed else None
-    return replace(
-        _row(setting, laid.point, outcome.step_s),
-        num_micro_batches=max(plan.num_micro_batches for plan in laid.kinds),
+    return _row(
+        setting,
+        laid.point,
+        outcome.step_s,
         schedule=laid.schedule,
         layout=laid.placement.layout,
         simulated=True,
@@ -97,17 +101,17 @@ def _simulated(setting: Setting, outcome: Outcome, *, detailed: bool) -> Candida
         communication_s=None if saved_s is None else max(0.0, saved_s),
         memory_bytes=outcome.memory_bytes,
         num_recompute=max(sum(plan.borders.recompute) for plan in laid.kinds),
+        rejected="" if best_s is None else _slower(outcome.step_s, best_s),
     )
 
 
 def _ruled(setting: Setting, ruled: Ruled, best_s: float, *, detailed: bool) -> Candidate:
-    row = replace(_row(setting, ruled.point, ruled.point.bound_s), schedule=ruled.schedule)
-    if ruled.why == DOES_NOT_FIT:
-        why = _excess(setting, ruled) if detailed else DOES_NOT_FIT
-        return replace(row, step_s=np.inf, rejected=why)
-    if ruled.why == BY_ESTIMATE:
-        return replace(row, rejected=BY_ESTIMATE)
-    return replace(row, rejected=f"at least {_slower(row.step_s, best_s)}")
+    step_s, why = ruled.point.bound_s, ruled.why
+    if why == DOES_NOT_FIT:
+        step_s, why = np.inf, _excess(setting, ruled) if detailed else why
+    elif why == "":
+        why = f"at least {_slower(step_s, best_s)}"
+    return _row(setting, ruled.point, step_s, schedule=ruled.schedule, rejected=why)
 
 
 def _unopened(search: Search, best_s: float) -> list[Candidate]:
@@ -118,24 +122,23 @@ def _unopened(search: Search, best_s: float) -> list[Candidate]:
     keys = (points.num_stages * (1 + int(points.num_pipelines.max())) + points.num_pipelines) * 2 + points.split
     order = np.lexsort((points.micro_batch_size, least_s, keys))
     opened = set(keys[list(search.opened)].tolist())
+    schedules = {split: ", ".join(setting.wish.schedules_of(split=split)) for split in (False, True)}
     rows = []
     for index in order[np.unique(keys[order], return_index=True)[1]].tolist():
         if int(keys[index]) in opened:
             continue
-        point = points[index]
-        schedules = ", ".join(setting.wish.schedules_of(split=point.split))
-        row = replace(_row(setting, point, float(least_s[index])), schedule=schedules)
+        point, step_s = points[index], float(least_s[index])
         if not points.fits[index]:
             why = _static_excess(setting, point)
-        elif row.step_s >= best_s:
-            why = f"at least {_slower(row.step_s, best_s)}, whatever m"
+        elif step_s >= best_s:
+            why = f"at least {_slower(step_s, best_s)}, whatever m"
         else:
             why = f"{BY_ESTIMATE}, whatever m" if search.is_complete else "estimated slower, not looked at"
-        rows.append(replace(row, rejected=why))
+        rows.append(_row(setting, point, step_s, schedule=schedules[point.split], rejected=why))
     return rows
 
 
-def _row(setting: Setting, point: Point, step_s: float) -> Candidate:
+def _row(setting: Setting, point: Point, step_s: float, *, simulated: bool = False, **values: Any) -> Candidate:
     num = setting.num_micro_batches(point.micro_batch_size)
     return Candidate(
         num_stages=point.num_stages,
@@ -144,7 +147,8 @@ def _row(setting: Setting, point: Point, step_s: float) -> Candidate:
         num_micro_batches=-(-num // point.num_pipelines),
         num_deeper=point.num_deeper,
         step_s=step_s,
-        simulated=False,
+        simulated=simulated,
+        **values,
     )
 
 

@@ -12,6 +12,7 @@ takes as long as the ones before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,10 +25,8 @@ from varuna.plan.schedule import stage_schedule
 from varuna.plan.setting import Setting
 from varuna.plan.tables import Floats, RunTable
 
-STEADY_AFTER = 3
-"""Micro-batches per stage, and ``STEADY_BESIDES`` more, after which a pipeline is in its steady state."""
-
-STEADY_BESIDES = 16
+STEADY_AFTER, STEADY_BESIDES = 2, 12
+"""Micro-batches per stage, and some more, after which a pipeline is in its steady state."""
 
 NUM_SEEDS = 2
 """Steps with drawn delays that are simulated where links have jitter."""
@@ -98,11 +97,16 @@ def _step(setting: Setting, laid: Laid, plan: KindPlan, *, free_communication: b
     num_stages, num = plan.kind.num_stages, plan.num_micro_batches
     first = STEADY_AFTER * num_stages + STEADY_BESIDES
     second = first + num_stages + STEADY_BESIDES
-    if num <= second + first or laid.schedule == "gpipe":
-        return _run(setting, laid, plan, num, free_communication=free_communication)
-    # limits of the schedule that follow N (gpipe) would make these two steps unlike the whole one
+    arrays = arrays_of(setting, laid, plan)
+    if free_communication:
+        free = {name: 0 * getattr(arrays, name) for name in ("transmit_s", "latency_s", "send_s")}
+        arrays = replace(arrays, **free)
+    quantiles = () if free_communication else setting.ways(plan.kind).quantiles
+    if num <= 2 * second or laid.schedule == "gpipe":  # which has all N in flight: every N is another matter
+        return _run(setting, laid, plan, arrays, quantiles)
     low, high = (
-        _run(setting, laid, plan, count, free_communication=free_communication) for count in (first, second)
+        _run(setting, laid, plan, replace(arrays, num_micro_batches=count), quantiles)
+        for count in (first, second)
     )
     more = (num - second) / (second - first)
     return _Step(
@@ -113,26 +117,27 @@ def _step(setting: Setting, laid: Laid, plan: KindPlan, *, free_communication: b
     )
 
 
-def _run(setting: Setting, laid: Laid, plan: KindPlan, num: int, *, free_communication: bool) -> _Step:
-    arrays = arrays_of(setting, laid, plan, num)
-    ways = setting.ways(plan.kind)
-    jitter = ways.jitter and not free_communication
-    if free_communication:
-        free = {name: 0 * getattr(arrays, name) for name in ("transmit_s", "latency_s", "send_s")}
-        arrays = replace(arrays, **free)
-    runs = [
-        run_pipeline(replace(arrays, delays_s=draw_delays(ways.quantiles, num, seed)) if jitter else arrays)
-        for seed in range(NUM_SEEDS if jitter else 1)
-    ]
+def _run(
+    setting: Setting,
+    laid: Laid,
+    plan: KindPlan,
+    arrays: PipelineArrays,
+    quantiles: Sequence[Sequence[float]],
+) -> _Step:
+    """One step, or with jitter the mean of several."""
+    num, drawn = arrays.num_micro_batches, [arrays]
+    if any(quantiles):
+        drawn = [replace(arrays, delays_s=draw_delays(quantiles, num, seed)) for seed in range(NUM_SEEDS)]
+    runs = [run_pipeline(each) for each in drawn]
     return _Step(
-        end_s=np.mean([run.end_s for run in runs], axis=0),
+        end_s=np.mean([run.end_s for run in runs], axis=0) if len(runs) > 1 else runs[0].end_s,
         busy_s=runs[0].busy_s,
         memory_bytes=np.max([_memory_bytes(setting, laid, plan, run) for run in runs], axis=0),
         num_tasks=len(runs) * num * int((2 + arrays.rules[:, 4] + arrays.rules[:, 5]).sum()),
     )
 
 
-def arrays_of(setting: Setting, laid: Laid, plan: KindPlan, num_micro_batches: int) -> PipelineArrays:
+def arrays_of(setting: Setting, laid: Laid, plan: KindPlan) -> PipelineArrays:
     """A pipeline of one kind as the event loop takes it."""
     size = laid.point.micro_batch_size
     runs = setting.sections.runs(size)
@@ -144,7 +149,7 @@ def arrays_of(setting: Setting, laid: Laid, plan: KindPlan, num_micro_batches: i
             laid.schedule,
             num_stages=num_stages,
             stage_index=stage,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=plan.num_micro_batches,
             recompute=plan.borders.recompute,
             max_in_flight=plan.borders.max_in_flight[stage],
         )
@@ -168,7 +173,7 @@ def arrays_of(setting: Setting, laid: Laid, plan: KindPlan, num_micro_batches: i
     weights = runs.weight_bytes[end] - runs.weight_bytes[first]
     kept = [runs.forward_bytes[first] + np.where(drops, 0.0, activations), np.where(drops, activations, 0.0)]
     return PipelineArrays(
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=plan.num_micro_batches,
         rules=rules_of(schedules),
         durations_s=durations_s,
         transmit_s=transmit_s,

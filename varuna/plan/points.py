@@ -12,8 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna.plan.borders import ANY, ANY_SPLIT, MANY, BorderProblem, BorderTable, Rows
-from varuna.plan.costs import all_reduce_s
-from varuna.plan.memory import BUCKET_BYTES
 from varuna.plan.profile import LinkProfile
 from varuna.plan.setting import Setting
 from varuna.plan.tables import Floats
@@ -270,15 +268,12 @@ class PointMaker:
     def _reductions(self, stages: Ints, pipelines: Ints) -> tuple[Floats, Floats]:
         """Seconds to reduce an even share of the gradients: at least, and on machines of the largest size."""
         setting = self.setting
-        devices, total = setting.devices, float(setting.residents.gradient_bytes[0, -1])
-        most = int(pipelines.max()) + 1
-        pairs, which = np.unique(stages * most + pipelines, return_inverse=True)
-        alone = []
-        for depth, count in (divmod(pair, most) for pair in pairs.tolist()):
-            buckets = max(1.0, total / depth / BUCKET_BYTES)
-            across = count > devices.largest_machine
-            alone.append(buckets * all_reduce_s(setting.profile, count, total / depth / buckets, across))
-        alone_s, across = np.array(alone)[which], pipelines > devices.largest_machine
+        devices, share = setting.devices, float(setting.residents.gradient_bytes[0, -1]) / stages
+        across = pipelines > devices.largest_machine
+        alone_s = np.zeros(len(stages))
+        for count in np.unique(pipelines).tolist():
+            chosen = pipelines == count
+            alone_s[chosen] = setting.residents.buckets_s(share[chosen], count, count > devices.largest_machine)
         least, most_s = (
             alone_s * np.where(across, np.maximum(1.0, np.minimum(stages, size) * setting.link_share), 1.0)
             for size in (devices.smallest_machine, devices.largest_machine)

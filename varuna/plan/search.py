@@ -24,13 +24,13 @@ from varuna.plan.placement import Placement
 from varuna.plan.points import Point, PointMaker, Points
 from varuna.plan.setting import Setting
 
-CLOSE = 0.002
+CLOSE = 0.005
 """A layout that cannot be better than by this share is not looked at more closely."""
 
-BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 500_000, 250, 10_000
+BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 100_000, 250, 10_000
 """Simulated tasks that a search may cost, from the first layout that fits on, before it ends with the best."""
 
-PATIENCE = 5
+UNTIL_ONE_FITS = 10
 """So many budgets it may cost to find one that fits."""
 
 TABLE_COST = 4_000
@@ -41,9 +41,6 @@ ENOUGH_RATIOS = 6
 
 DOUBT = 3
 """As many simulations that would have agreed with their estimates are added to those that were run."""
-
-CAUTION = 0.98
-"""How much further than ever before an estimate may be off."""
 
 NUM_NEAR = 3
 """Points whose neighbours are looked at."""
@@ -86,6 +83,7 @@ class Search:
 
     Attributes:
         setting, maker: what for.
+        patience: how many times the usual effort may be spent.
         points: where it started; empty before ``run``.
         outcomes: everything simulated that fits, in the order of simulation.
         ruled: what was looked at more closely and not simulated.
@@ -97,6 +95,7 @@ class Search:
 
     setting: Setting
     maker: PointMaker
+    patience: float = 1.0
     points: Points | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     ruled: list[Ruled] = field(default_factory=list)
@@ -107,11 +106,12 @@ class Search:
     _waiting: dict[Hashable, list[tuple[float, int, _Next | None]]] = field(default_factory=dict)
     _counter: Iterator[int] = field(default_factory=itertools.count)
     _ratios: dict[Hashable, list[float]] = field(default_factory=dict)
+    _corrections: dict[Hashable, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Search."""
         workers = min(MOST_WORKERS, self.setting.devices.num_workers)
-        budget = BUDGET + BUDGET_PER_WORKER * workers
+        budget = int(self.patience * (BUDGET + BUDGET_PER_WORKER * workers))
         self.points = self.maker.all()
         self.opened = self._explore(self.points, budget)
         near: dict[Hashable, Point] = {}
@@ -121,7 +121,7 @@ class Search:
         for point in itertools.islice(near.values(), NUM_NEAR):
             self._explore(self.maker.near(point), budget + budget // 4)
         if self.best is not None:
-            self._polish(self.best, budget + budget // 2)
+            self._polish(self.best, self.effort + budget // 8)
 
     @property
     def _enough_s(self) -> float:
@@ -131,14 +131,16 @@ class Search:
     def _explore(self, points: Points, budget: int) -> set[int]:
         """Look at points, most promising first; returns which were opened."""
         known = {_shape(outcome.laid.point) for outcome in self.outcomes}
-        for index in np.argsort(points.estimate_s, kind="stable").tolist():
-            if points.fits[index]:
-                point = points[index]
-                kind = self._kind(point.split, point.num_stages, point.num_pipelines)
-                self._waiting.setdefault(kind, []).append((point.estimate_s, index, None))
+        order = np.argsort(points.estimate_s, kind="stable")
+        order = order[points.fits[order]]
+        columns = (points.estimate_s, points.split, points.num_stages, points.num_pipelines)
+        rows = zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True)
+        for index, estimate_s, split, num_stages, num_pipelines in rows:
+            kind = self._kind(split, num_stages, num_pipelines)
+            self._waiting.setdefault(kind, []).append((estimate_s, index, None))
         opened: set[int] = set()
         while any(self._waiting.values()):
-            if self.effort > (budget if self.best else PATIENCE * budget):
+            if self.effort > (budget if self.best else UNTIL_ONE_FITS * budget):
                 self.is_complete = False
                 self._waiting.clear()
                 break
@@ -160,8 +162,7 @@ class Search:
 
     def _correction(self, key: Hashable) -> float:
         """What estimates of a kind have to be multiplied with on average, but near 1 while little is known."""
-        ratios = self._ratios.get(key, [])
-        return (DOUBT + sum(ratios)) / (DOUBT + len(ratios))
+        return self._corrections.get(key, 1.0)
 
     def _open(self, point: Point) -> None:
         """Find borders for the first schedule; the others wait with its estimate."""
@@ -242,7 +243,9 @@ class Search:
         )
 
     def _learn(self, key: Hashable, step_s: float, estimate_s: float) -> None:
-        self._ratios.setdefault(key, []).append(step_s / max(estimate_s, 1e-12))
+        ratios = self._ratios.setdefault(key, [])
+        ratios.append(step_s / max(estimate_s, 1e-12))
+        self._corrections[key] = (DOUBT + sum(ratios)) / (DOUBT + len(ratios))
 
     def _kind(self, split: bool, num_stages: int, num_pipelines: int) -> Hashable:
         """Points whose estimates are off alike: those whose replicas may share machines are apart."""
@@ -252,7 +255,7 @@ class Search:
         ratios = self._ratios.get(key, [])
         if self.best is None or len(ratios) < ENOUGH_RATIOS:
             return False
-        return estimate_s * min(ratios) * CAUTION >= self.best.step_s
+        return estimate_s * min(ratios) >= self.best.step_s
 
     def _polish(self, outcome: Outcome, budget: int) -> None:
         """Move one border at a time by one section, as long as the simulated step gets shorter."""

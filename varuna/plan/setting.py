@@ -20,7 +20,6 @@ class Ways:
     Attributes:
         bytes_per_s, latency_s, send_s: of the link.
         quantiles: of the extra delays, stage by stage, activations before gradients.
-        jitter: whether there are any.
     """
 
     def __init__(self, links: Sequence[LinkProfile]) -> None:
@@ -29,8 +28,7 @@ class Ways:
         self.bytes_per_s = np.array([[link.bytes_per_s for link in pair] for pair in pairs])
         self.latency_s = np.array([[link.latency_s for link in pair] for pair in pairs])
         self.send_s = np.array([[link.send_s for link in pair] for pair in pairs])
-        self.quantiles = [link.jitter_s for pair in pairs for link in pair]
-        self.jitter = len(links) > 1 and any(self.quantiles)
+        self.quantiles = [link.jitter_s for pair in pairs for link in pair] if len(links) > 1 else []
 
 
 class Setting:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from varuna.plan.profile import Profile, TaskCosts
 Floats = NDArray[np.float64]
 
 _FIELDS = tuple(field.name for field in fields(TaskCosts) if field.name != "micro_batch_size")
+_VALUES = attrgetter(*_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +72,10 @@ class SectionTable:
 
     def __init__(self, profile: Profile) -> None:
         sizes = sorted({cost.micro_batch_size for section in profile.sections for cost in section.costs})
-        costs = [[section_costs(section, size) for section in profile.sections] for size in sizes]
+        costs = [[_VALUES(section_costs(section, size)) for section in profile.sections] for size in sizes]
+        values = np.asarray(costs, dtype=np.float64)
         self.sizes = np.asarray(sizes, dtype=np.float64)
-        self.values = {
-            name: np.asarray([[getattr(cost, name) for cost in row] for row in costs], dtype=np.float64)
-            for name in _FIELDS
-        }
+        self.values = {name: np.ascontiguousarray(values[:, :, i]) for i, name in enumerate(_FIELDS)}
         self._runs: dict[int, RunTable] = {}
 
     @cached_property
@@ -146,7 +146,7 @@ class Residents:
             tied[list(tie.section_indices)] += tie.num_bytes
         own = np.maximum(0.0, [section.gradient_bytes for section in self.profile.sections] - tied)
         before = _sums(own)
-        return self._buckets_s(np.maximum(0.0, before[None, :] - before[:, None]), num_workers, across_machines)
+        return self.buckets_s(np.maximum(0.0, before[None, :] - before[:, None]), num_workers, across_machines)
 
     def ties_s(self, num_workers: int, across_machines: bool) -> Floats:
         """Seconds to sum the tied parameters whose first user is in ``[a, b)``, over all stages that use them.
@@ -158,14 +158,14 @@ class Residents:
         for tie in self.profile.ties:
             first, last = min(tie.section_indices), max(tie.section_indices)
             apart, together = (
-                float(self._buckets_s(np.array([tie.num_bytes], dtype=np.float64), num, across_machines)[0])
+                float(self.buckets_s(np.array([tie.num_bytes], dtype=np.float64), num, across_machines)[0])
                 for num in (num_workers * len(tie.section_indices), num_workers)
             )
             seconds[: first + 1, first + 1 :] += apart
             seconds[: first + 1, last + 1 :] += together - apart
         return seconds
 
-    def _buckets_s(self, num_bytes: Floats, num_workers: int, across_machines: bool) -> Floats:
+    def buckets_s(self, num_bytes: Floats, num_workers: int, across_machines: bool) -> Floats:
         """Seconds of all-reduces of buckets, one after the other, alone on the network."""
         if num_workers < 2:
             return np.zeros_like(num_bytes)
