@@ -93,6 +93,7 @@ class Link:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._closing = asyncio.Event()
         self._is_connected = asyncio.Event()
+        self._is_last = False  # all was sent, the connection is being closed
         self._patience_s = PATIENCE_S
         self._refusal: Refusal | None = None
         self._thread = threading.Thread(target=self._run, name="varuna-link", daemon=True)
@@ -186,7 +187,9 @@ class Link:
             writer = asyncio.ensure_future(self._write(socket))
             try:
                 await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-                return writer.done() and writer.exception() is None
+                if self._is_last:  # closing ends the reader, too
+                    await asyncio.wait((writer,))
+                return self._is_last
             finally:
                 for task in (reader, writer):
                     task.cancel()
@@ -205,6 +208,7 @@ class Link:
             except TimeoutError:
                 data = self._beat
             if data is None:
+                self._is_last = True
                 await socket.close()
                 return
             await socket.send_bytes(data)

@@ -1,0 +1,271 @@
+"""A member's control against a real manager's server, with orders that a test puts in its mouth."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.launch.jobs import wait_until
+from tests.morph.serving import TOKEN, Place, place
+from varuna.errors import ConfigError, RunError
+from varuna.generations import Formation, HaltReport
+from varuna.morph.control import ManagedControl
+from varuna.morph.link import REASON_HEADER
+from varuna.morph.messages import (
+    Abort,
+    Beat,
+    Form,
+    Formed,
+    FromWorker,
+    Halted,
+    Leave,
+    Pause,
+    Ready,
+    StepDone,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+from varuna.spec import PipelineSpec, Plan, StageSpec, Step
+
+TIMEOUT_S = 10
+PLAN = Plan(
+    pipelines=(
+        PipelineSpec(
+            stages=(StageSpec(worker_index=0, first_section=0, end_section=2),),
+            first_micro_batch=0,
+            end_micro_batch=4,
+        ),
+    ),
+    num_workers=1,
+    num_sections=2,
+    batch_size=8,
+    micro_batch_size=2,
+    schedule="varuna",
+)
+
+
+@dataclass
+class Generation:
+    """What the control needs of one."""
+
+    index: int
+    pause: bool = False
+    plan: Plan = PLAN
+    aborted: list[str] = field(default_factory=list)
+
+    def abort(self, reason: str) -> None:
+        self.aborted.append(reason)
+
+
+class Mouth:
+    """A manager that says what the test wants."""
+
+    def __init__(self) -> None:
+        self.got: queue.SimpleQueue[FromWorker] = queue.SimpleQueue()
+        self.sockets: list[web.WebSocketResponse] = []
+        self.refusal: tuple[int, str] | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/worker", self.handle)
+        return app
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.refusal is not None:
+            status, reason = self.refusal
+            return web.Response(status=status, headers={REASON_HEADER: reason})
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.sockets.append(socket)
+        async for message in socket:
+            self.got.put(decode_from_worker(message.data))
+        return socket
+
+    def next(self, kind: type) -> Any:
+        """The next message of a kind; beats between are left out."""
+        while isinstance(message := self.got.get(timeout=TIMEOUT_S), Beat):
+            continue
+        assert isinstance(message, kind), message
+        return message
+
+
+class Setup:
+    """One control and its manager."""
+
+    def __init__(self, at: Place) -> None:
+        self.at = at
+        self.mouth = Mouth()
+        at.serve(self.mouth.app())
+        self.control = ManagedControl(at.url, TOKEN, "vm.1.abcd")
+        wait_until(lambda: self.mouth.sockets, TIMEOUT_S, "it connects")
+
+    def say(self, message: ToWorker) -> None:
+        self.at.loop.run(self.mouth.sockets[-1].send_bytes(encode(message)))
+
+    def cut(self, refusal: tuple[int, str] | None = None) -> None:
+        self.mouth.refusal = refusal
+        self.at.loop.run(self.mouth.sockets[-1].close())
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    with place() as at:
+        made = Setup(at)
+        yield made
+        made.control.close()
+
+
+def formation(generation: int, rank: int = 1) -> Formation:
+    return Formation(
+        generation=generation, rank=rank, size=2, plan=PLAN, transfers=(), state_rank=0, next_step=3
+    )
+
+
+def report(generation: int) -> HaltReport:
+    return HaltReport(
+        generation=generation,
+        num_applied=3,
+        reduced_step=None,
+        committed_step=2,
+        committed="text",
+        held_sections=(0, 1),
+        reason="gone",
+    )
+
+
+def test_a_newcomer_gets_a_place(setup: Setup) -> None:
+    found: list[Formation] = []
+    waiting = threading.Thread(target=lambda: found.append(setup.control.ready("digest")))
+    waiting.start()
+    assert setup.mouth.next(Ready).digest == "digest"
+    setup.say(Form(formation=formation(4)))
+    waiting.join(TIMEOUT_S)
+    assert found == [formation(4)]
+
+
+def test_what_it_tells(setup: Setup) -> None:
+    generation = Generation(index=0)
+    setup.control.forming(generation)
+    setup.control.formed(generation)
+    assert setup.mouth.next(Formed) == Formed(generation=0, plan=PLAN)
+    step = Step(
+        index=7,
+        loss=1.0,
+        weight=8.0,
+        num_samples=8,
+        grad_norm=1.0,
+        lr=0.1,
+        learning_rates=(0.1,),
+        skipped=False,
+        loss_scale=1.0,
+        duration_s=0.5,
+        samples_per_s=16.0,
+        tokens_per_s=None,
+        memory_bytes=1,
+    )
+    setup.control.step_done(0, step)
+    done = setup.mouth.next(StepDone)
+    assert (done.generation, done.step_index, done.duration_s, done.num_samples) == (0, 7, 0.5, 8)
+    setup.control.formed(Generation(index=2))
+    assert setup.mouth.next(Formed) == Formed(generation=2, plan=None)
+
+
+def test_a_halted_member_goes_on_once_for_each_order(setup: Setup) -> None:
+    setup.say(Form(formation=formation(1), committed="outcome"))
+    setup.say(Form(formation=formation(1), committed="outcome"))  # a manager that was started again
+    setup.say(Form(formation=formation(2)))
+    verdict = setup.control.halted(report(0))
+    assert (verdict.formation, verdict.committed) == (formation(1), "outcome")
+    assert setup.mouth.next(Halted).report == report(0)
+    assert setup.control.halted(report(1)).formation == formation(2)
+
+
+def test_after_a_break_it_tells_again_where_it_stands(setup: Setup) -> None:
+    found: list[Formation] = []
+    waiting = threading.Thread(target=lambda: found.append(setup.control.halted(report(0)).formation))
+    waiting.start()
+    assert setup.mouth.next(Halted).report == report(0)
+    setup.cut()
+    assert setup.mouth.next(Halted).report == report(0)
+    setup.say(Form(formation=formation(1)))
+    waiting.join(TIMEOUT_S)
+    assert found == [formation(1)]
+
+
+def test_an_abort_ends_its_generation_at_once_and_no_other(setup: Setup) -> None:
+    first, second, third = (Generation(index=index) for index in range(3))
+    setup.control.forming(first)
+    setup.say(Abort(generation=0, reason="worker 2 is gone"))
+    wait_until(lambda: first.aborted == ["worker 2 is gone"], TIMEOUT_S, "the abort")
+    setup.say(Abort(generation=2, reason="early"))
+    setup.say(Form(formation=formation(9)))
+    setup.control.halted(report(0))  # so the abort has arrived, too
+    setup.control.forming(second)
+    assert second.aborted == []
+    setup.control.forming(third)
+    assert third.aborted == ["early"]
+
+
+def test_a_pause_is_for_its_generation_whenever_it_comes(setup: Setup) -> None:
+    first, second = Generation(index=0), Generation(index=1)
+    setup.control.forming(first)
+    setup.control.formed(first)
+    setup.say(Pause(generation=0))
+    wait_until(lambda: first.pause, TIMEOUT_S, "the pause")
+    setup.say(Pause(generation=1))
+    setup.say(Form(formation=formation(9)))
+    setup.control.halted(report(0))
+    setup.control.forming(second)
+    setup.control.formed(second)
+    assert second.pause
+    third = Generation(index=2)
+    setup.control.forming(third)
+    setup.control.formed(third)
+    assert not third.pause
+
+
+def test_told_to_leave_it_ends_in_good_order(setup: Setup) -> None:
+    setup.say(Leave(reason="not needed"))
+    with pytest.raises(SystemExit) as ended:
+        setup.control.halted(report(0))
+    assert ended.value.code == 0
+
+
+def test_a_fenced_worker_gives_up_what_it_does_and_ends(setup: Setup) -> None:
+    generation = Generation(index=0)
+    setup.control.forming(generation)
+    setup.cut((410, "vm.1.abcd is out: silent"))
+    expected = ["the manager refuses this worker: vm.1.abcd is out: silent"]
+    wait_until(lambda: generation.aborted == expected, TIMEOUT_S, "the abort")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            setup.control.halted(report(0))
+        assert ended.value.code == 0
+
+
+def test_a_wrong_token_is_an_error(setup: Setup) -> None:
+    setup.cut((401, "the job's token is missing or wrong"))
+    with pytest.raises(RunError, match="refuses this worker: the job's token is missing or wrong"):
+        setup.control.ready("digest")
+
+
+def test_the_first_job_of_a_process_gets_the_manager() -> None:
+    with place() as at:
+        mouth = Mouth()
+        at.serve(mouth.app())
+        environ = {"VARUNA_MANAGER": at.url, "VARUNA_INCARNATION": "vm.0.1", "VARUNA_TOKEN": TOKEN}
+        control = ManagedControl.from_env(environ)
+        assert control is not None
+        assert ManagedControl.from_env(environ) is None
+        control.close()
+    assert ManagedControl.from_env({}) is None
+    assert ManagedControl.from_env({"VARUNA_MANAGER": ""}) is None
+    with pytest.raises(ConfigError, match="but not VARUNA_INCARNATION"):
+        ManagedControl.from_env({"VARUNA_MANAGER": "http://127.0.0.1:1"})
