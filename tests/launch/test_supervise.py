@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from varuna.failure import FailurePlace, FailureRecord
-from varuna.launch.supervise import MAX_ENDING_S, Supervisor
+from varuna.launch.supervise import MAX_ENDING_S, Outcome, Supervisor
 
 
 def record(worker_index: int, at_s: float, *, is_root_cause: bool = True, exit_code: int = 1) -> FailureRecord:
@@ -159,3 +159,107 @@ def test_a_record_is_news_once() -> None:
     supervisor = running(1)
     assert supervisor.worker_failed(record(0, 1.0), 1.0)
     assert not supervisor.worker_failed(record(0, 1.0), 1.1)
+
+
+# --- a job with a manager -------------------------------------------------------------------
+
+
+def managed(num_workers: int) -> Supervisor:
+    supervisor = Supervisor(num_workers, is_managed=True)
+    for worker_index in range(num_workers):
+        supervisor.worker_started(worker_index)
+    return supervisor
+
+
+def test_managed_jobs_survive_deaths_by_signals() -> None:
+    supervisor = managed(3)
+    assert supervisor.worker_exited(1, -9, 1.0, 1.0)
+    assert supervisor.wait_s(1.0) is None
+    supervisor.worker_exited(0, 0, 2.0, 2.0)
+    supervisor.worker_exited(2, 0, 3.0, 3.0)
+    assert supervisor.is_done
+    assert supervisor.outcome() == Outcome(exit_code=0, others=supervisor.outcome().others)
+    assert [end.worker_index for end in supervisor.outcome().others] == [0, 2]
+
+
+def test_a_managed_job_whose_last_worker_is_killed_has_failed() -> None:
+    supervisor = managed(2)
+    assert supervisor.worker_exited(1, -9, 1.0, 1.0)
+    assert not supervisor.worker_exited(0, -11, 2.0, 2.0)
+    assert supervisor.is_done
+    outcome = supervisor.outcome()
+    assert outcome.root is not None
+    assert (outcome.root.worker_index, outcome.exit_code) == (0, 139)
+
+
+def test_an_exception_or_an_exit_code_of_a_founder_ends_a_managed_job() -> None:
+    supervisor = managed(3)
+    supervisor.worker_exited(2, -9, 1.0, 1.0)
+    supervisor.worker_failed(record(1, 5.0), 5.0)
+    assert not supervisor.worker_exited(1, 1, 5.1, 5.1)
+    assert signals_until_done(supervisor, 5.1) == [(6.5, 0, "SIGTERM"), (8.0, 0, "SIGKILL")]
+    supervisor.worker_exited(0, -15, 6.6, 6.6)
+    outcome = supervisor.outcome()
+    assert outcome.root is not None
+    assert (outcome.root.worker_index, outcome.exit_code) == (1, 1)
+    assert [end.worker_index for end in outcome.others] == [0]  # 2 is long forgotten
+    supervisor = managed(2)
+    assert not supervisor.worker_exited(1, 4, 1.0, 1.0)
+    assert supervisor.wait_s(1.0) is not None
+
+
+def test_a_newcomer_that_fails_ends_nothing_unless_the_manager_says_so() -> None:
+    supervisor = managed(1)
+    assert supervisor.worker_added(1)
+    assert not supervisor.is_done
+    supervisor.worker_started(1)
+    assert supervisor.worker_failed(record(1, 2.0), 2.0)
+    assert supervisor.worker_exited(1, 1, 2.1, 2.1)
+    assert supervisor.wait_s(2.1) is None
+    supervisor.job_failed("w1 failed: ValueError: bad", 2.2)
+    assert supervisor.wait_s(2.2) == pytest.approx(1.5)
+    supervisor.worker_exited(0, 0, 2.3, 2.3)
+    outcome = supervisor.outcome()
+    assert outcome.root is not None
+    assert (outcome.root.worker_index, outcome.exit_code, outcome.lost) == (1, 1, "")
+
+
+def test_the_managers_reason_is_told_beside_the_death_that_led_to_it() -> None:
+    supervisor = managed(3)
+    supervisor.worker_exited(1, -9, 1.0, 1.0)
+    supervisor.worker_exited(2, -9, 7.0, 7.0)
+    supervisor.job_failed("no worker is left that holds section 3", 7.1)
+    supervisor.worker_exited(0, 0, 7.2, 7.2)
+    outcome = supervisor.outcome()
+    assert outcome.root is not None
+    assert (outcome.root.worker_index, outcome.exit_code) == (2, 137)
+    assert outcome.lost == "the job cannot go on: no worker is left that holds section 3."
+
+
+def test_a_death_at_the_start_is_the_cause_of_the_connections_it_breaks() -> None:
+    supervisor = managed(2)
+    assert supervisor.worker_exited(1, -9, 1.0, 1.0)
+    supervisor.worker_failed(record(0, 1.2, is_root_cause=False), 1.2)
+    supervisor.worker_exited(0, 1, 1.3, 1.3)
+    outcome = supervisor.outcome()
+    assert outcome.root is not None
+    assert (outcome.root.worker_index, outcome.exit_code) == (1, 137)
+
+
+def test_nobody_joins_a_job_that_ends() -> None:
+    supervisor = managed(1)
+    supervisor.stop_requested(signal.SIGINT, 1.0)
+    assert not supervisor.worker_added(1)
+    supervisor.worker_exited(0, 130, 1.1, 1.1)
+    assert supervisor.is_done
+    assert not supervisor.worker_added(1)
+
+
+@pytest.mark.parametrize(("died_s", "ends"), [(95.0, True), (10.0, False)])
+def test_without_a_manager_deaths_end_the_job_again(died_s: float, ends: bool) -> None:
+    supervisor = managed(3)
+    supervisor.worker_exited(2, -9, died_s, died_s)
+    supervisor.manager_lost("the manager is gone.", 100.0)
+    assert supervisor.is_ending is ends
+    supervisor.worker_exited(1, -9, 101.0, 101.0)
+    assert supervisor.is_ending

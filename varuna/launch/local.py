@@ -16,14 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 import varuna
-from varuna.config import LayoutConfig, MorphConfig
 from varuna.failure import FailureRecord, read_record, record_path
+from varuna.launch.job import LocalJob, worker_environ
 from varuna.launch.morphing import Morphing
 from varuna.launch.output import Output, PrefixedStream, say
 from varuna.launch.processes import adopt_orphans, kill_children, kill_group
@@ -53,32 +52,6 @@ _ZYGOTE_CODE = "import sys; sys.path.append(sys.argv.pop(1)); from varuna.launch
 _SHOW_CURSOR = "\x1b[?25h"  # a progress line that was killed may have hidden it
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # MKL follows OMP
 _ONE_THREAD_ALONE = ("OPENBLAS_NUM_THREADS",)  # numpy would start its threads before the fork
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalJob:
-    """What to run on this machine.
-
-    Attributes:
-        target: path of a script, or with ``is_module`` the name of a module.
-        arguments: what it finds in ``sys.argv[1:]``.
-        num_workers: processes to start.
-        layout: what the user fixed of the layout, handed to workers in their environment.
-        run_id: name of the run.
-        log_dir: an existing directory for logs and failure records.
-        show_all: repeat every worker's output on the terminal, not only worker 0's.
-        morph: how the job goes on when workers come and go; None ends it with the first that is lost.
-    """
-
-    target: str
-    is_module: bool = False
-    arguments: tuple[str, ...] = ()
-    num_workers: int = 1
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
-    run_id: str = "local"
-    log_dir: Path
-    show_all: bool = False
-    morph: MorphConfig | None = None
 
 
 def run_local(job: LocalJob, environ: Mapping[str, str]) -> int:
@@ -283,7 +256,7 @@ class _Launcher:
         taken = set(self._local_ranks.values())
         local_rank = next(rank for rank in range(self._num_workers + 1) if rank not in taken)
         self._local_ranks[worker_index] = local_rank
-        environ = _worker_environ(job, worker_index, local_rank, store, self._token)
+        environ = worker_environ(job, worker_index, local_rank, store, self._token)
         terminal: tuple[int, ...] = ()
         if self._morphing is not None:
             environ |= self._morphing.environ_of(worker_index, joins=joins)
@@ -326,32 +299,6 @@ def _start_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[subproc
             start_new_session=True,
         )
     return process, Channel(ours)
-
-
-def _worker_environ(
-    job: LocalJob, worker_index: int, local_rank: int, store: StoreReady, token: str
-) -> dict[str, str]:
-    """What a worker finds in its environment: torchrun's names, and Varuna's own.
-
-    A newcomer's numbers only have to be consistent: it gets its rank with its place.
-    """
-    return {
-        "RANK": str(worker_index),
-        "WORLD_SIZE": str(max(job.num_workers, worker_index + 1)),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(max(job.num_workers, local_rank + 1)),
-        "MASTER_ADDR": store.host,
-        "MASTER_PORT": str(store.port),
-        # so that torch.distributed.init_process_group() in a user's script joins this store as a client
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "VARUNA_RUN_ID": job.run_id,
-        "VARUNA_TOKEN": token,
-        "VARUNA_FAILURE_DIR": str(job.log_dir),
-        "VARUNA_MANAGER": "",  # not that of a job in which this one may have been started
-        "VARUNA_JOINS": "0",
-        **job.layout.to_env(),
-    }
 
 
 def _worker_name(worker_index: int) -> str:
