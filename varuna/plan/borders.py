@@ -49,7 +49,7 @@ from varuna.plan.border_kernel import (
     walk,
 )
 from varuna.plan.profile import LinkProfile
-from varuna.plan.schedule import stage_schedule
+from varuna.plan.schedule import default_max_held, default_max_in_flight
 from varuna.plan.tables import Floats, RunTable
 
 ANY, ANY_SPLIT = "any", "any, split"
@@ -266,24 +266,25 @@ def _limits(schedule: str, num_stages: int) -> Floats:
     """Per row: default in flight, least that keeps all at work, sets held without and with recompute."""
     if schedule == ANY:
         return np.full((num_stages, 4), (MANY, 1, 0, 0), dtype=np.float64)
-    if schedule == ANY_SPLIT:
-        return np.stack([_limits("zero-bubble", row)[-1] for row in range(1, num_stages + 1)])
-    limits = []
-    for stage_index in range(num_stages - 1, -1, -1):
-        keeps, drops = (
-            stage_schedule(
-                schedule,
-                num_stages=num_stages,
-                stage_index=stage_index,
-                num_micro_batches=MANY,
-                recompute=(recompute,) * num_stages,
-            )
-            for recompute in (False, True)
-        )
-        least = min(keeps.max_in_flight, num_stages - stage_index)
-        least = least if keeps.opportunistic else keeps.max_in_flight
-        limits.append((keeps.max_in_flight, least, keeps.max_held, drops.max_held))
-    return np.array(limits, dtype=np.float64)
+    if schedule == ANY_SPLIT:  # the first stage of the shallowest pipeline that has this row
+        rows = range(1, num_stages + 1)
+        return np.array([_stage_limits(schedule, row, 0) for row in rows], dtype=np.float64)
+    stages = range(num_stages - 1, -1, -1)
+    return np.array([_stage_limits(schedule, num_stages, stage) for stage in stages], dtype=np.float64)
+
+
+def _stage_limits(schedule: str, num_stages: int, stage_index: int) -> tuple[int, int, int, int]:
+    """The same as ``stage_schedule`` sets, for any number of micro-batches."""
+    row = num_stages - stage_index
+    if schedule == "gpipe":
+        return MANY, MANY, 0, 0
+    if schedule == "1f1b":
+        return row, row, 0, 0
+    limit = default_max_in_flight(num_stages, stage_index)
+    keeps, drops = 0, 0
+    if schedule in SPLIT:
+        keeps, drops = (default_max_held(num_stages, stage_index, recompute=drop) for drop in (False, True))
+    return limit, min(limit, row), keeps, drops
 
 
 def _arguments(problem: BorderProblem, tail_weight: float) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from varuna.plan.cluster import Cluster
 from varuna.plan.considered import Candidate, candidates_of
 from varuna.plan.lay import Laid
 from varuna.plan.layout import PlanChoice
-from varuna.plan.outcome import Outcome
+from varuna.plan.outcome import Outcome, simulate
 from varuna.plan.points import PointMaker
 from varuna.plan.predict import Prediction, predict
 from varuna.plan.profile import Profile
@@ -25,8 +25,14 @@ from varuna.plan.setting import Setting
 from varuna.plan.wish import Wish, check_wish
 from varuna.spec import PipelineSpec, Plan, StageSpec
 
-FINALISTS, FINALISTS_OF_MANY, SMALL = 8, 2, 400
-"""Best simulated layouts that are predicted as whole plans, up to ``SMALL`` workers and beyond."""
+FINALISTS = 8
+"""Layouts that are predicted as whole plans; two where that takes long and there is no patience."""
+
+SMALL_WORKERS, SMALL_TASKS = 100, 5_000
+"""It does not take long with so few workers and simulated tasks."""
+
+CLOSE = 1.03
+"""Outcomes within this of the fastest are simulated to their end before one is predicted."""
 
 SURE = 0.999
 """A layout whose simulated step is not below this share of the best prediction is not predicted."""
@@ -130,9 +136,10 @@ class _Finalist:
 def _finalists(search: Search, profile: Profile, cluster: Cluster) -> list[_Finalist]:
     """The fastest outcomes as whole plans, until the next outcome is no faster than the best prediction."""
     finalists: list[_Finalist] = []
-    most = FINALISTS if cluster.num_workers <= SMALL else FINALISTS_OF_MANY
+    most = FINALISTS if search.patience > 1 or _is_small(search, cluster) else 2
     best_s = float("inf")
-    for outcome in sorted(search.outcomes, key=lambda outcome: _rank(outcome.step_s, outcome.laid)):
+    search.outcomes = _in_order(search, most)
+    for outcome in search.outcomes:
         if outcome.step_s >= best_s * SURE or len(finalists) == most:
             break
         plan = plan_of(outcome.laid, search.setting)
@@ -141,6 +148,21 @@ def _finalists(search: Search, profile: Profile, cluster: Cluster) -> list[_Fina
             finalists.append(_Finalist(outcome, plan, prediction))
             best_s = min(best_s, prediction.step_s)
     return finalists
+
+
+def _is_small(search: Search, cluster: Cluster) -> bool:
+    """Whether whole plans are predicted in no time."""
+    return cluster.num_workers <= SMALL_WORKERS and all(
+        outcome.num_tasks <= SMALL_TASKS for outcome in search.outcomes
+    )
+
+
+def _in_order(search: Search, most: int) -> list[Outcome]:
+    """Outcomes, fastest first; those that are close to the fastest are simulated to their end."""
+    outcomes = sorted(search.outcomes, key=lambda outcome: _rank(outcome.step_s, outcome.laid))
+    close = [outcome for outcome in outcomes[: 2 * most] if outcome.step_s <= outcomes[0].step_s * CLOSE]
+    whole = [simulate(search.setting, outcome.laid, whole=True) for outcome in close]
+    return sorted([*whole, *outcomes[len(close) :]], key=lambda outcome: _rank(outcome.step_s, outcome.laid))
 
 
 def _rank(step_s: float, laid: Laid) -> tuple[float, int]:

@@ -63,11 +63,18 @@ class _Step:
     num_tasks: int
 
 
-def simulate(setting: Setting, laid: Laid, *, free_communication: bool = False) -> Outcome:
-    """Run the step of every kind; ``free_communication``: as if messages and reductions took no time."""
+def simulate(setting: Setting, laid: Laid, *, whole: bool = False, free_communication: bool = False) -> Outcome:
+    """Run the step of every kind.
+
+    Args:
+        setting: what it is for.
+        laid: what to run.
+        whole: simulate long steps to their end.
+        free_communication: as if messages and reductions took no time.
+    """
     step_s, busy_s, used, memory, spill, tasks = 0.0, 0.0, 0, 0.0, -np.inf, 0
     for plan in laid.kinds:
-        step = _step(setting, laid, plan, free_communication=free_communication)
+        step = _step(setting, laid, plan, whole=whole, free_communication=free_communication)
         done_s = step.end_s
         if not free_communication:
             edges = np.array(plan.borders.borders)
@@ -93,7 +100,7 @@ def simulate(setting: Setting, laid: Laid, *, free_communication: bool = False) 
     )
 
 
-def _step(setting: Setting, laid: Laid, plan: KindPlan, *, free_communication: bool) -> _Step:
+def _step(setting: Setting, laid: Laid, plan: KindPlan, *, whole: bool, free_communication: bool) -> _Step:
     num_stages, num = plan.kind.num_stages, plan.num_micro_batches
     first = STEADY_AFTER * num_stages + STEADY_BESIDES
     second = first + num_stages + STEADY_BESIDES
@@ -102,7 +109,9 @@ def _step(setting: Setting, laid: Laid, plan: KindPlan, *, free_communication: b
         free = {name: 0 * getattr(arrays, name) for name in ("transmit_s", "latency_s", "send_s")}
         arrays = replace(arrays, **free)
     quantiles = () if free_communication else setting.ways(plan.kind).quantiles
-    if num <= 2 * second or laid.schedule == "gpipe":  # which has all N in flight: every N is another matter
+    if (
+        whole or num <= 2 * second or laid.schedule == "gpipe"
+    ):  # which has all N in flight: every N is another matter
         return _run(setting, laid, plan, arrays, quantiles)
     low, high = (
         _run(setting, laid, plan, replace(arrays, num_micro_batches=count), quantiles)
