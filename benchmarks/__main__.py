@@ -17,6 +17,7 @@ NAMES = (
     "best_plan",
     "reference",
     "choose",
+    "borders",
     "checkpoint",
 )
 

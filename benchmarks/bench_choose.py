@@ -90,7 +90,7 @@ def _border_row(profile: Profile, num_stages: int, num_micro_batches: int) -> li
     equal_s = predict(
         plan_with(profile, equal, num_micro_batches), profile, Cluster.parse(f"1x{num_stages}")
     ).step_s
-    theory = _theory_s(profile, equal, num_micro_batches) / _theory_s(profile, borders, num_micro_batches)
+    theory = theory_s(profile, equal, num_micro_batches) / theory_s(profile, borders, num_micro_batches)
     gain = equal_s / chosen.prediction.step_s
     return [
         profile.model,
@@ -117,7 +117,8 @@ def plan_with(profile: Profile, borders: tuple[int, ...], num_micro_batches: int
     )  # fmt: skip
 
 
-def _theory_s(profile: Profile, borders: tuple[int, ...], num_micro_batches: int) -> float:
+def theory_s(profile: Profile, borders: tuple[int, ...], num_micro_batches: int) -> float:
+    """Seconds of a step if messages took none: the slowest stage for all but one micro-batch, all for that."""
     costs = [stage_costs(profile, first, end, 1) for first, end in pairwise(borders)]
     seconds = [cost.forward_s + cost.backward_s for cost in costs]
     return (num_micro_batches - 1) * max(seconds) + sum(seconds)
