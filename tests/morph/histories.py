@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.morph.world import Worker, World
 
-FAULTS = ("kill", "notice", "machine", "freeze", "lose", "join", "fail", "restart", "break", "time", "thaw")
+FAULTS = ("kill", "notice", "machine", "freeze", "lose", "join", "fail", "restart", "break", "time", "save")
 
 
 def play(world: World, choices: Sequence[int], rarity: int) -> None:
@@ -28,8 +28,12 @@ def inject(world: World, number: int) -> None:
             world.join()
     elif kind == "restart":
         world.restart()
+    elif kind == "save":
+        world.save()
     elif kind == "time":
         world.advance((number // len(FAULTS) % 8) * 0.9)
+        for worker in alive:  # and those that were frozen come round
+            worker.frozen = False
     elif alive:
         _hurt(world, kind, alive[number // len(FAULTS) % len(alive)], number)
 
@@ -41,12 +45,9 @@ def _hurt(world: World, kind: str, worker: Worker, number: int) -> None:
         world.notice(worker, (0.0, 3.0, 30.0)[number % 3], by_machine=kind == "machine")
     elif kind == "freeze":
         world.freeze(worker)
-    elif kind == "thaw":
-        for one in world.workers.values():
-            one.frozen = False
     elif kind == "lose":
         world.lose(worker)
     elif kind == "fail" and number % 5 == 0:
         world.fail(worker)
     elif kind == "break":
-        world.reconnect(worker)
+        world.reconnect(worker, is_lossy=number % 2 == 0)

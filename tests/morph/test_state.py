@@ -15,7 +15,18 @@ from tests.morph.histories import play
 from tests.morph.world import NUM_SECTIONS, World
 from varuna.generations import HaltReport
 from varuna.morph.instructions import Send
-from varuna.morph.messages import Abort, Formed, Halted, JobEnded, Leave, LeaveAsked, Pause, Ready, StopWorker
+from varuna.morph.messages import (
+    Abort,
+    CheckpointComplete,
+    Formed,
+    Halted,
+    JobEnded,
+    Leave,
+    LeaveAsked,
+    Pause,
+    Ready,
+    StopWorker,
+)
 from varuna.morph.phases import ENDED, Phase
 from varuna.morph.policy import Policy
 from varuna.morph.record import WorkerStatus
@@ -249,6 +260,43 @@ def test_lost_sections_are_named() -> None:
     assert world.manager.job.phase is Phase.FAILED
     assert "sections 2, 3" in world.manager.job.reason
     assert "w1 (was ended by signal 9)" in world.manager.job.reason
+
+
+def test_lost_sections_come_from_the_checkpoint() -> None:
+    """The whole job goes back to it; the steps since then happen again."""
+    world = started(2, stages=(1, 1, 2), num_steps=8)
+    run(world, lambda: len(world.ledger) == 2)
+    world.save()
+    run(world, lambda: len(world.ledger) >= 4)
+    world.kill(world.workers["w1"])
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    assert world.ledger == [0, 0]
+    form = world.manager.job.generation.forms["w0"]
+    assert (form.checkpoint, form.formation.next_step, form.formation.transfers) == ("step-2", 2, ())
+    assert "sections 2, 3" in told(world, "going back")[0]
+    check_done(world)
+    assert world.ledger == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_nobody_is_left_but_a_checkpoint() -> None:
+    world = started(2, stages=(1,), num_steps=8)
+    run(world, lambda: len(world.ledger) == 3)
+    world.save()
+    for worker in list(world.workers.values()):
+        world.kill(worker)
+    world.drain()
+    assert world.manager.job.phase is Phase.WAITING
+    world.join()
+    check_done(world)
+    assert world.ledger[:3] == [0, 0, 0]
+    assert world.workers["w2"].num_applied == 8
+
+
+def test_an_older_checkpoint_does_not_count() -> None:
+    world = started(2)
+    for step in (4, 2):
+        world.manager.handle("", CheckpointComplete(next_step=step, address=f"step-{step}"), 0.0)
+    assert world.manager.job.checkpoint == CheckpointComplete(next_step=4, address="step-4")
 
 
 def test_a_failing_script_ends_the_job_at_once() -> None:
@@ -576,7 +624,7 @@ def check_end(world: World) -> None:
     assert len(world.ledger) == job.num_committed
     if job.phase is Phase.DONE:
         assert len(world.ledger) == world.num_steps
-    if job.phase is Phase.WAITING:
+    if job.phase is Phase.WAITING and job.checkpoint is None:
         held = set().union(*(world.workers[name].versions for name in members(world)))
         assert held == set(range(NUM_SECTIONS)), "waits, though nobody could go on"
     world.restart()

@@ -21,6 +21,7 @@ from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUn
 from varuna.morph.journal import Journal
 from varuna.morph.messages import (
     Abort,
+    CheckpointComplete,
     Described,
     Form,
     Formed,
@@ -117,6 +118,7 @@ class Worker:
     aborted: set[int] = field(default_factory=set)
     versions: dict[int, int] = field(default_factory=dict)
     newest_form: int = -1
+    checkpoint: str = ""
     state: FromWorker | None = None  # what it says again when it connects again
     outbox: deque[FromWorker] = field(default_factory=deque)
     inbox: deque[ToWorker] = field(default_factory=deque)
@@ -177,6 +179,7 @@ class World:
         self.ended_agents: set[str] = set()
         self.faults: list[str] = []
         self.newest_commit = 0
+        self.saved: list[CheckpointComplete] = []
         plan = self.plan_for(max(num_founders, least), DESCRIBED).plan
         names = tuple(self._start(f"w{index}", index) for index in range(num_founders))
         self.generations[0] = Record(members=names, met=set(names), moved=set(names))
@@ -241,8 +244,11 @@ class World:
         for agent in self.agents:
             self._obey(self.manager.repeat_for(agent))
 
-    def reconnect(self, worker: Worker) -> None:
-        """A connection broke: both sides say again where they stand."""
+    def reconnect(self, worker: Worker, *, is_lossy: bool = False) -> None:
+        """A connection broke: both sides say again where they stand; what that replaces may be lost."""
+        if is_lossy:
+            kept = [message for message in worker.outbox if isinstance(message, StepDone | Described)]
+            worker.outbox = deque(kept)
         if worker.state is not None:
             worker.outbox.append(worker.state)
         self._obey(self.manager.repeat_for(worker.name))
@@ -257,7 +263,8 @@ class World:
                 self.ledger += [instruction.generation] * count
             elif isinstance(instruction, StepsUndone):
                 assert instruction.first_step < len(self.ledger), (instruction, self.ledger)
-                assert not self.tells_commits, "a step is run again, though its outcome was told"
+                is_back = self.manager.job.checkpoint in self.saved
+                assert is_back or not self.tells_commits, "a step is run again, though its outcome was told"
                 del self.ledger[instruction.first_step :]
             else:
                 self._carry(instruction)
@@ -327,6 +334,13 @@ class World:
         """No heartbeat of a worker, which may be alive and well."""
         self.faults.append(f"lose {worker.name}")
         self.deliver("", WorkerLost(incarnation=worker.name, reason="no heartbeat"))
+
+    def save(self) -> None:
+        """A checkpoint of what has happened so far becomes complete."""
+        self.faults.append(f"save {len(self.ledger)}")
+        complete = CheckpointComplete(next_step=len(self.ledger), address=f"step-{len(self.ledger)}")
+        self.saved.append(complete)
+        self.deliver("", complete)
 
     def _exit(self, worker: Worker, code: int, failure: str = "") -> None:
         worker.is_alive = False
@@ -441,7 +455,11 @@ class World:
                 worker.committed_step, worker.committed = step, form.committed
                 self._update(worker)
             worker.reduced = False
+        if form.checkpoint:
+            worker.num_applied, worker.versions = formation.next_step, {}
+            worker.committed_step, worker.committed = None, ""
         assert not worker.has_state or worker.num_applied == formation.next_step, (worker, formation)
+        worker.checkpoint = form.checkpoint
         worker.formation, worker.plan, worker.generation = formation, formation.plan, formation.generation
         worker.mode, worker.num_moved, worker.returned = "meeting", 0, False
         self.generations[formation.generation].met.add(worker.name)
@@ -449,7 +467,11 @@ class World:
     def _begin_moving(self, worker: Worker) -> None:
         assert worker.formation is not None
         state_holder = self.generations[worker.generation].members[worker.formation.state_rank]
-        assert self.workers[state_holder].has_state, "the job's state is taken from one that has none"
+        if worker.checkpoint:
+            worker.versions = dict.fromkeys(self._wanted(worker), worker.formation.next_step)
+            worker.has_state = True
+        elif not worker.has_state:
+            assert self.workers[state_holder].has_state, "the job's state is taken from one that has none"
         given = {one.section_index for one in worker.formation.transfers if one.source == worker.formation.rank}
         self._keep_only(worker, self._wanted(worker) | given)
         worker.mode = "moving"

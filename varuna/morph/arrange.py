@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna.errors import UserError
 from varuna.generations import Formation
@@ -74,6 +74,8 @@ def arrange(
     candidates: Sequence[Candidate],
     described: Described,
     plan_for: PlanFor,
+    *,
+    from_checkpoint: bool = False,
 ) -> Arrangement | NoPlan | LostSections | LostState:
     """The next generation from those that could be in it.
 
@@ -83,11 +85,14 @@ def arrange(
         candidates: survivors in the order of their ranks, then newcomers.
         described: the job.
         plan_for: see ``PlanFor``.
+        from_checkpoint: what candidates hold and know is void; they take it from a checkpoint.
     """
     num_sections = len(described.sections)
+    if from_checkpoint:
+        candidates = [replace(one, held=frozenset(), has_state=True) for one in candidates]
     found = frozenset().union(*(candidate.held for candidate in candidates))
     lost = tuple(section for section in range(num_sections) if section not in found)
-    if lost:
+    if lost and not from_checkpoint:
         return LostSections(sections=lost)
     planned, chosen, notes = _choose(candidates, described, plan_for)
     if isinstance(planned, NoPlan):
@@ -102,7 +107,7 @@ def arrange(
     plan = place(planned.plan, ranks, len(members), held, described.sections)
     plan = share_out(plan, {rank: members[rank].speed for rank in ranks})
     machines = [member.machine for member in members]
-    transfers = transfers_of(plan, held, machines, described.sections)
+    transfers = () if from_checkpoint else transfers_of(plan, held, machines, described.sections)
     return Arrangement(
         members=tuple(member.incarnation for member in members),
         formations=tuple(

@@ -6,6 +6,7 @@ from varuna.morph.arrange import Arrangement, Candidate, LostState, NoPlan, arra
 from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
 from varuna.morph.messages import (
     Abort,
+    CheckpointComplete,
     Form,
     JobEnded,
     Leave,
@@ -261,6 +262,13 @@ class Endings:
         ]
         number = generation.number + 1
         result = arrange(number, recovery.next_step, candidates, job.description, self._plan_for)
+        if isinstance(result, LostSections | LostState) and job.checkpoint is not None:
+            where = f"step {job.checkpoint.next_step}, {job.checkpoint.address}"
+            self._tell("going back", f"{self._explain(result)}; back to {where}")
+            recovery = self._go_back(job.checkpoint)
+            result = arrange(
+                number, recovery.next_step, candidates, job.description, self._plan_for, from_checkpoint=True
+            )
         if isinstance(result, NoPlan):
             if job.phase is not Phase.WAITING:
                 self._tell("waiting", f"waiting for newcomers: {result.reason}")
@@ -290,11 +298,28 @@ class Endings:
         )
         for name in sorted(recovery.stale):
             self._fence(job.workers[name], f"it is behind step {recovery.next_step} and cannot catch up")
-        if job.num_committed > recovery.next_step and not self._some_ended_well():
-            self._out.append(StepsUndone(first_step=recovery.next_step))
-            job.num_committed = recovery.next_step
+        if not self._some_ended_well():
+            self._undo_from(recovery.next_step)
         self._commit_until(recovery.next_step)
         return recovery
+
+    def _go_back(self, checkpoint: CheckpointComplete) -> Recovery:
+        """All that members hold is void, and what has happened since the checkpoint."""
+        self._undo_from(checkpoint.next_step)
+        nobody: frozenset[str] = frozenset()
+        return Recovery(
+            next_step=checkpoint.next_step,
+            committed="",
+            rolling=nobody,
+            current=nobody,
+            stale=nobody,
+            checkpoint=checkpoint.address,
+        )
+
+    def _undo_from(self, step_index: int) -> None:
+        if self.job.num_committed > step_index:
+            self.job.num_committed = step_index
+            self._out.append(StepsUndone(first_step=step_index))
 
     def _witness(self, step_index: int | None, committed: str) -> None:
         """Somebody has told what the commit of a step of this generation returned."""
@@ -324,7 +349,11 @@ class Endings:
                 self._dismiss(member, "it was asked to leave, and nothing is needed of it any more")
         first = arrangement.formations[0]
         forms = {
-            name: Form(formation=formation, committed=recovery.committed if name in recovery.rolling else "")
+            name: Form(
+                formation=formation,
+                committed=recovery.committed if name in recovery.rolling else "",
+                checkpoint=recovery.checkpoint,
+            )
             for name, formation in zip(arrangement.members, arrangement.formations, strict=True)
         }
         job.generation = GenerationRecord(

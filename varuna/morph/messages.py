@@ -136,6 +136,18 @@ class WorkerLost(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fie
     reason: str
 
 
+class CheckpointComplete(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A checkpoint is complete and durable: the job can go back to it.
+
+    Attributes:
+        next_step: the step with which a job that goes back to it begins.
+        address: where it is.
+    """
+
+    next_step: int
+    address: str
+
+
 # --- the manager says -----------------------------------------------------------------------
 
 
@@ -153,10 +165,18 @@ class Abort(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=T
 
 
 class Form(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """How a halted or ready worker goes on; ``committed`` as in ``Verdict``."""
+    """How a halted or ready worker goes on.
+
+    Attributes:
+        formation: the next generation.
+        committed: as in ``Verdict``.
+        checkpoint: where sections and the job's state come from, if nobody has them any more: whatever the
+            worker holds is void from now on, and it stands before step ``formation.next_step``.
+    """
 
     formation: Formation
     committed: str = ""
+    checkpoint: str = ""
 
 
 class Leave(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -185,7 +205,7 @@ class JobEnded(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
 
 FromWorker = Beat | Described | Ready | Formed | StepDone | Halted
 FromAgent = WorkerStarted | WorkerExited | LeaveAsked
-FromWatch = WorkerLost
+FromWatch = WorkerLost | CheckpointComplete
 ToWorker = Pause | Abort | Form | Leave
 ToAgent = StopWorker | StartWorker | JobEnded
 

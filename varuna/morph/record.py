@@ -7,7 +7,7 @@ import enum
 from msgspec import Struct, field
 
 from varuna.generations import HaltReport
-from varuna.morph.messages import Described, Form
+from varuna.morph.messages import CheckpointComplete, Described, Form
 from varuna.morph.phases import Phase
 from varuna.spec import Plan
 
@@ -112,6 +112,7 @@ class JobRecord(Struct, kw_only=True):
         workers: all incarnations ever heard of, in that order.
         agents: all agents ever heard of.
         generation: the newest.
+        checkpoint: the newest complete one.
         num_committed: steps that have happened.
         loss_s: when a founder was lost before the first generation was known.
         stopped_s: since when training stands still; None while it goes on.
@@ -129,6 +130,7 @@ class JobRecord(Struct, kw_only=True):
     workers: dict[str, WorkerRecord] = field(default_factory=dict)
     agents: list[str] = field(default_factory=list)
     generation: GenerationRecord = field(default_factory=lambda: GenerationRecord(number=0))
+    checkpoint: CheckpointComplete | None = None
     num_committed: int = 0
     loss_s: float | None = None
     stopped_s: float | None = None

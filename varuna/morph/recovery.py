@@ -23,6 +23,7 @@ class Recovery:
         rolling: members that roll forward.
         current: members that are, or will be, ready for ``next_step``.
         stale: members that cannot come there. The protocol has none; what they hold is not used.
+        checkpoint: where everything comes from, if nobody has it any more.
     """
 
     next_step: int
@@ -30,14 +31,14 @@ class Recovery:
     rolling: frozenset[str]
     current: frozenset[str]
     stale: frozenset[str]
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LostSections:
-    """Sections that no living member has up to date, and the members that are gone."""
+    """Sections that no living member has up to date."""
 
     sections: tuple[int, ...]
-    workers: tuple[str, ...] = ()
 
 
 def recover(

@@ -21,6 +21,7 @@ from varuna.morph.judging import judge, note_busy
 from varuna.morph.messages import (
     Abort,
     Beat,
+    CheckpointComplete,
     Described,
     Formed,
     FromAgent,
@@ -77,6 +78,8 @@ class Manager(Endings):
             return ()
         if isinstance(message, WorkerLost):
             self._on_lost(message, now_s)
+        elif isinstance(message, CheckpointComplete):
+            self._on_checkpoint(message)
         elif isinstance(message, WorkerStarted | WorkerExited | LeaveAsked):
             self._on_agent(sender, message, now_s)
         else:
@@ -137,6 +140,11 @@ class Manager(Endings):
             if job.phase in ENDED:
                 self._send(recipient, JobEnded(failure=job.reason if job.phase is Phase.FAILED else ""))
         return tuple(self._out)
+
+    def _on_checkpoint(self, message: CheckpointComplete) -> None:
+        known = self.job.checkpoint
+        if known is None or message.next_step >= known.next_step:
+            self.job.checkpoint = message
 
     # --- what workers say -------------------------------------------------------------------
 
@@ -234,6 +242,7 @@ class Manager(Endings):
         if generation.members and name not in generation.members:
             return
         generation.reports[name] = report
+        worker.has_state = worker.has_state or report.committed_step is not None  # "formed" may have got lost
         self._witness(report.committed_step, report.committed)
         if job.stopped_s is None:
             job.stopped_s = now_s
