@@ -207,6 +207,18 @@ def test_borders_are_the_best_of_all(schedule, seed, tail_weight):
         assert alone.value_s(depth) == pytest.approx(table.value_s(depth))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_stage_goes_the_fastest_way_that_fits(schedule, seed):
+    for case in cases(seed, schedule):
+        table = BorderTable(case.problem())
+        trying = ByTrying(case, len(case.crosses), 1.0)
+        count = len(case.profile.sections)
+        for a, b in combinations(range(count + 1), 2):
+            for row in range(1, len(case.crosses) + 1):
+                assert table.stage(row, a, b)[0] == pytest.approx(trying.busy_s(a, b, row)), (case, a, b, row)
+
+
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
 def test_one_table_has_the_borders_of_every_depth(schedule):
     for case in cases(7, schedule):
