@@ -222,3 +222,19 @@ def test_time_goes_on_where_it_was() -> None:
     clock.seconds = 7.5
     assert resumed.now_s() == 102.5
     assert ResumedClock(clock, 3.0).now_s() == 7.5, "the same machine, still up"
+
+
+def test_a_long_journal_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state takes the place of the entries that led to it."""
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
+    path = tmp_path / "job.sqlite"
+    journal = Journal(path)
+    world = World(3, num_steps=60, journal=journal)
+    world.drain()
+    assert len(world.log) > 180
+    check_same(world, path)
+    journal.close()
+    with sqlite3.connect(path) as database:
+        ((count,),) = database.execute("SELECT COUNT(*) FROM entries")
+    database.close()
+    assert count <= 20
