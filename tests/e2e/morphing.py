@@ -142,7 +142,7 @@ class Run:
 
     def kill_manager(self) -> None:
         """Kill it; it is started again, and counts its events from 1 again."""
-        manager = self.process("varuna.morph.__main__")
+        manager = self.process("varuna-manager")
         manager.kill()
         manager.wait(10)
         self._num_seen = 0

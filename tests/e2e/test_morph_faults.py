@@ -99,7 +99,7 @@ def test_a_worker_dies_while_there_is_no_manager(jobs: Warm, tmp_path: Path, cac
     """The manager is stopped, and killed only after the worker has died."""
     run = Run(jobs, tmp_path, cache, Fault("kill", 1, "forward", 10), limit=8)
     run.steps_done(8)
-    manager = run.process("varuna.morph.__main__")
+    manager = run.process("varuna-manager")
     manager.send_signal(signal.SIGSTOP)
     run.limit(NUM_STEPS)
     run.fired(1)

@@ -100,7 +100,17 @@ class ServedManager:
         self.at = at
         self.manager = Manager(plan_for)
         self.hub = at.loop.call(self._make_hub, heartbeat_limit_s)
-        at.serve(Server(self.hub, TOKEN).application())
+        self._num_asked = 0
+        app = Server(self.hub, TOKEN).application()
+        app.on_response_prepare.append(self._count)
+        at.serve(app)
+
+    async def _count(self, _: web.Request, __: web.StreamResponse) -> None:
+        self._num_asked += 1
+
+    def num_asked(self) -> int:
+        """Requests that were answered."""
+        return self._num_asked
 
     def _make_hub(self, heartbeat_limit_s: float) -> Hub:
         return Hub(self.manager, MonotonicClock(), heartbeat_limit_s=heartbeat_limit_s)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.launch.jobs import wait_until
 from tests.morph.serving import TOKEN, ServedManager, place
 from varuna import cli
 from varuna.errors import ConfigError
@@ -176,3 +178,22 @@ def test_commands_without_a_run(tmp_path: Path) -> None:
         done = runner.invoke(cli.main, arguments)
         assert done.exit_code == 2
         assert "No run with a manager on this machine" in done.output
+
+
+def test_watching_ends_with_the_run(tmp_path: Path) -> None:
+    runner = CliRunner(env={"VARUNA_CACHE_DIR": str(tmp_path)})
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    with place() as at:
+        served = ServedManager(at)
+        run = RunInfo(run_id="a-run", url=at.url, token=TOKEN, pid=launcher.pid, started_s=1.0)
+        write_run(run, tmp_path)
+        done: list[str] = []
+        watching = threading.Thread(
+            target=lambda: done.append(runner.invoke(cli.main, ["status", "--watch"]).output)
+        )
+        watching.start()
+        wait_until(lambda: served.num_asked() > 1, 20, "it looks twice")
+        launcher.communicate("end\n")
+        watching.join(20)
+        assert not watching.is_alive()
+        assert "a-run: founding" in done[0]

@@ -45,6 +45,7 @@ from varuna.launch.timing import StartTiming
 from varuna.morph.messages import JobEnded, StartWorker, StopWorker
 
 STORE_NAME = "store"
+MANAGER_NAME = "manager"
 _HOST = "127.0.0.1"
 _ZYGOTE_EXIT_TIMEOUT_S = 1.0
 _NOTICE_BYTES = 65536
@@ -93,13 +94,9 @@ class _Launcher:
         self._morphing: Morphing | None = None
         if job.morph is not None:
             self._morphing = Morphing(
-                job.morph,
-                run_id=job.run_id,
-                token=self._token,
-                environ=environ,
-                log_dir=job.log_dir,
-                selector=self._selector,
+                job.morph, run_id=job.run_id, token=self._token, environ=environ, log_dir=job.log_dir
             )
+            self._selector.register(self._morphing.agent, selectors.EVENT_READ)
 
     def run(self) -> int:
         """See the job through; returns its exit code."""
@@ -174,13 +171,15 @@ class _Launcher:
             match report:
                 case Ready():
                     self._timing.zygote_ready(time.monotonic(), report.import_s)
+                    if self._morphing is not None:
+                        self._morphing.start_manager(self._channel)
                     self._channel.send(StartStore(host=_HOST))
                 case StoreReady():
                     self._timing.store_ready(time.monotonic())
                     self._start_workers(report)
                 case Started():
                     self._group_ids.append(report.pid)
-                    if report.name != STORE_NAME:
+                    if report.name not in (STORE_NAME, MANAGER_NAME):
                         self._started(_worker_index(report.name))
                 case Exited():
                     self._exited(report)
@@ -189,7 +188,7 @@ class _Launcher:
             self._supervisor.zygote_lost(self._zygote.returncode, time.monotonic())
 
     def _read_orders(self) -> None:
-        """What the manager asks of its agent here, and whether there still is a manager."""
+        """What the manager asks of its agent here."""
         if self._morphing is None:
             return
         now_s = time.monotonic()
@@ -206,9 +205,6 @@ class _Launcher:
                 case JobEnded():
                     if order.failure:
                         self._supervisor.job_failed(order.failure, now_s)
-        if lost := self._morphing.look_after_manager(now_s):
-            say(lost)
-            self._supervisor.manager_lost(lost, now_s)
 
     def _started(self, worker_index: int) -> None:
         self._supervisor.worker_started(worker_index)
@@ -220,6 +216,9 @@ class _Launcher:
         if report.name == STORE_NAME:
             self._supervisor.store_lost(time.monotonic())
             return
+        if report.name == MANAGER_NAME:
+            self._manager_exited(report)
+            return
         worker_index = _worker_index(report.name)
         self._local_ranks.pop(worker_index, None)
         record = self._take_record(worker_index)  # its notice may still be in the pipe
@@ -230,6 +229,14 @@ class _Launcher:
         if goes_on:
             end = WorkerEnd(worker_index=worker_index, code=report.code, record=record)
             say(f"{describe_end(end)}; the others go on")
+
+    def _manager_exited(self, report: Exited) -> None:
+        if self._morphing is None or self._supervisor.is_ending:
+            return
+        now_s = time.monotonic()
+        if lost := self._morphing.manager_exited(report.code, self._channel, now_s):
+            say(lost)
+            self._supervisor.manager_lost(lost, now_s)
 
     def _take_record(self, worker_index: int) -> FailureRecord | None:
         record = read_record(self._job.log_dir, worker_index)

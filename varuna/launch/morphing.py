@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from varuna.errors import ConfigError
 from varuna.launch.agent import Agent, Order, machine_name
 from varuna.launch.manager import ManagerProcess
 from varuna.launch.output import say
+from varuna.launch.protocol import Channel
 from varuna.morph.link import Refusal
 from varuna.morph.runs import RunInfo, write_run
 
@@ -26,33 +26,20 @@ class Morphing:
         token: the job's.
         environ: the launcher's.
         log_dir: where the manager's log and journal go.
-        selector: where its descriptors are waited for.
     """
 
     def __init__(
-        self,
-        config: MorphConfig,
-        *,
-        run_id: str,
-        token: str,
-        environ: Mapping[str, str],
-        log_dir: Path,
-        selector: selectors.BaseSelector,
+        self, config: MorphConfig, *, run_id: str, token: str, environ: Mapping[str, str], log_dir: Path
     ) -> None:
-        self._selector = selector
         self._run_file: Path | None = None
-        self._has_ended = False
-        self._manager = ManagerProcess(
-            token, environ, log_dir, ("--heartbeat-limit", str(config.heartbeat_limit_s))
-        )
-        self._manager.start(time.monotonic())
-        selector.register(self._manager, selectors.EVENT_READ)
+        self._manager = ManagerProcess(token, log_dir, config.heartbeat_limit_s)
         self.agent = Agent(self._manager.url, token, machine_name())
-        selector.register(self.agent, selectors.EVENT_READ)
-        self._announce(
-            RunInfo(run_id=run_id, url=self._manager.url, token=token, pid=os.getpid(), started_s=time.time()),
-            environ,
-        )
+        run = RunInfo(run_id=run_id, url=self._manager.url, token=token, pid=os.getpid(), started_s=time.time())
+        self._announce(run, environ)
+
+    def start_manager(self, channel: Channel) -> None:
+        """Have the zygote fork the first manager."""
+        self._manager.start(channel, time.monotonic())
 
     def environ_of(self, worker_index: int, *, joins: bool) -> dict[str, str]:
         """What a worker finds in its environment, so that it takes orders from the manager."""
@@ -62,19 +49,14 @@ class Morphing:
             "VARUNA_JOINS": str(int(joins)),
         }
 
-    def look_after_manager(self, now_s: float) -> str:
-        """Start it again if it has died; why there will be none any more, or an empty text."""
-        if self._has_ended or not self._manager.is_gone:
-            return ""
-        self._selector.unregister(self._manager)
-        how = self._manager.reap()
+    def manager_exited(self, code: int, channel: Channel, now_s: float) -> str:
+        """The manager's process is gone: start it again; or say why there will be none any more."""
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
         if not self._manager.may_start_again(now_s):
-            self._has_ended = True
             self._manager.close()
             return f"the manager has ended {how}, again and again; see {self._manager.log_path}."
         say(f"the manager has ended {how} and is started again; training goes on meanwhile")
-        self._manager.start(now_s)
-        self._selector.register(self._manager, selectors.EVENT_READ)
+        self._manager.start(channel, now_s)
         return ""
 
     def orders(self) -> list[Order]:
@@ -87,7 +69,7 @@ class Morphing:
         return orders
 
     def close(self) -> None:
-        """End the manager and remove the run's file."""
+        """The job is over: tell the manager, and take back what was announced."""
         if self._run_file is not None:
             self._run_file.unlink(missing_ok=True)
         self.agent.close()

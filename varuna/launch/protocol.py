@@ -1,8 +1,9 @@
 """What the launcher and the zygote say to each other: JSON lines over a Unix stream socket.
 
-The launcher asks (``StartStore``, ``StartProcess``, ``SendSignal``), the zygote reports (``Ready``,
-``StoreReady``, ``Started``, ``Exited``). File descriptors travel beside a message; each message says how many
-are its own. Either side takes the other's end of stream as the order to end. Standard library and msgspec only.
+The launcher asks (``StartStore``, ``StartManager``, ``StartProcess``, ``SendSignal``), the zygote reports
+(``Ready``, ``StoreReady``, ``Started``, ``Exited``). File descriptors travel beside a message, which says how
+many are its own. Either side takes the other's end of stream as the order to end. Standard library and msgspec
+only.
 """
 
 from __future__ import annotations
@@ -48,6 +49,19 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_fds: int = 4
 
 
+class StartManager(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork the job's manager. Descriptors: the socket that it listens on, and where its standard error goes.
+
+    Attributes:
+        environ: variables set on top of the zygote's own.
+        arguments: its command line, as for ``python -m varuna.morph``, but for the socket.
+    """
+
+    environ: dict[str, str]
+    arguments: list[str]
+    num_fds: int = 2
+
+
 class SendSignal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Signal a worker, or also every process it has started. One that is gone already is no error."""
 
@@ -70,14 +84,14 @@ class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker was forked; its process id is its process group too."""
+    """A worker or the manager was forked; its process id is its process group too."""
 
     name: str
     pid: int
 
 
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker, or the store (name "store"), is gone and so is everything it started.
+    """A worker, the store or the manager (names "store", "manager") is gone and so is all that it started.
 
     ``code`` is the exit code, or minus the number of the signal that ended it; ``at_s`` on the monotonic clock.
     """
@@ -95,7 +109,7 @@ class WorkerNotice(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
-Request = StartStore | StartProcess | SendSignal
+Request = StartStore | StartManager | StartProcess | SendSignal
 Report = Ready | StoreReady | Started | Exited
 
 

@@ -33,6 +33,7 @@ from varuna.launch.protocol import (
     Ready,
     SendSignal,
     Started,
+    StartManager,
     StartProcess,
     StartStore,
     StoreReady,
@@ -41,6 +42,7 @@ from varuna.launch.protocol import (
 from varuna.launch.worker import run_worker
 
 STORE_NAME = "store"
+MANAGER_NAME = "manager"
 ForkedJob = Callable[[], int]  # what a forked child is to do; its result is the exit code
 
 _STORE_BACKLOG = 1024
@@ -104,6 +106,8 @@ class Zygote:
         match request:
             case StartStore():
                 return self._start_store(request)
+            case StartManager():
+                return self._start_manager(request)
             case StartProcess():
                 return self._start_process(request)
             case SendSignal():
@@ -114,6 +118,14 @@ class Zygote:
         fds = self._channel.take_fds(request.num_fds)
         if self._fork(request.name) == 0:
             return lambda: _be_worker(request, fds)
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _start_manager(self, request: StartManager) -> ForkedJob | None:
+        fds = self._channel.take_fds(request.num_fds)
+        if self._fork(MANAGER_NAME) == 0:
+            return lambda: _be_manager(request, fds)
         for fd in fds:
             os.close(fd)
         return None
@@ -187,6 +199,18 @@ def _be_worker(request: StartProcess, fds: list[int]) -> int:
 
     np.random.seed()
     return run_worker(request, fds)
+
+
+def _be_manager(request: StartManager, fds: list[int]) -> int:
+    """In a forked child: decide who works, until killed."""
+    listener, log = fds
+    os.environ.update(request.environ)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.close(log)
+    from varuna.morph.__main__ import main as manage
+
+    return manage(["--listen-fd", str(listener), *request.arguments])
 
 
 def _host_store(host: str, listener: socket.socket) -> int:

@@ -1,8 +1,8 @@
-"""The manager's process: ``python -m varuna.morph --listen-fd N --lifeline-fd N --journal FILE [...]``.
+"""The manager's process: ``python -m varuna.morph --listen-fd N --journal FILE [...]``.
 
 A launcher starts it. It serves on a listening socket that it is given, so that a manager that is started again
 answers at the same place, and writes a journal from which it then knows what it knew. The job's token comes in
-``VARUNA_TOKEN``. When the other end of the lifeline is closed, that is when the launcher is gone, it ends.
+``VARUNA_TOKEN``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m varuna.morph", description=__doc__)
     parser.add_argument("--listen-fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--journal", type=Path, required=True, metavar="FILE")
     parser.add_argument("--heartbeat-limit", type=float, default=HEARTBEAT_LIMIT_S, metavar="SECONDS")
     given = parser.parse_args(arguments)
@@ -42,28 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not token:
         sys.stderr.write("varuna manager: VARUNA_TOKEN is not set. `varuna run` sets it.\n")
         return 2
-    with (
-        socket.socket(fileno=given.listen_fd) as listener,
-        socket.socket(fileno=given.lifeline_fd) as lifeline,
-    ):
+    with socket.socket(fileno=given.listen_fd) as listener:
         journal = Journal(given.journal)
         try:
             restored = journal.restore(plan_for)
             clock = ResumedClock(MonotonicClock(), restored.now_s)
             hub = Hub(restored.manager, clock, books=journal, heartbeat_limit_s=given.heartbeat_limit)
-            asyncio.run(_serve(hub, listener, lifeline, token, given.heartbeat_limit / _TICKS_PER_LIMIT))
+            asyncio.run(_serve(hub, listener, token, given.heartbeat_limit / _TICKS_PER_LIMIT))
         finally:
             journal.close()
     return 0
 
 
-async def _serve(hub: Hub, listener: socket.socket, lifeline: socket.socket, token: str, tick_s: float) -> None:
+async def _serve(hub: Hub, listener: socket.socket, token: str, tick_s: float) -> None:
     runner = web.AppRunner(Server(hub, token).application(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
         ticking = asyncio.ensure_future(_tick(hub, min(tick_s, _MOST_TICK_S)))
-        ending = asyncio.ensure_future(_end_is_near(lifeline))
+        ending = asyncio.ensure_future(_asked_to_end())
         try:
             done, _ = await asyncio.wait((ticking, ending), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -83,18 +79,12 @@ async def _tick(hub: Hub, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-async def _end_is_near(lifeline: socket.socket) -> None:
-    """Until a signal asks this process to end, or the launcher is gone."""
-    loop = asyncio.get_running_loop()
+async def _asked_to_end() -> None:
+    """Until a signal asks this process to end."""
     asked = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, asked.set)
-    lifeline.setblocking(False)
-    loop.add_reader(lifeline, asked.set)
-    try:
-        await asked.wait()
-    finally:
-        loop.remove_reader(lifeline)
+        asyncio.get_running_loop().add_signal_handler(signum, asked.set)
+    await asked.wait()
 
 
 if __name__ == "__main__":
