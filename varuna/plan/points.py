@@ -83,6 +83,7 @@ class PointMaker:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.sizes = _start_sizes(setting)
+        self._table_sizes = _doubling(self.sizes)
         self._slowest: dict[bool, Floats] = {}
 
     def all(self) -> Points:
@@ -200,11 +201,11 @@ class PointMaker:
         """``[sizes, S + 2]``: how slow the slowest of P stages is on the profile's device: bound and estimate.
 
         Forward, backward and, where memory needs it, recompute; infinite where nothing fits. One table of
-        borders, for all P, for each size that the search starts from. At a size in between, every section takes
+        borders, for all P, for some of the sizes, see ``_doubling``. At a size in between, every section takes
         at least as much longer as the one that grows least, and needs no less memory: the bound; the estimate
         is linear.
         """
-        sections, base = self.setting.sections, self.sizes
+        sections, base = self.setting.sections, self._table_sizes
         slowest = self._slowest_of(split=split)
         below = np.searchsorted(base, sizes, side="right") - 1
         growth = np.full(len(sizes), np.inf)
@@ -223,15 +224,15 @@ class PointMaker:
         return bound, np.where(np.isfinite(between), np.maximum(between, bound), bound)
 
     def _slowest_of(self, *, split: bool) -> Floats:
-        """``[start sizes, S + 2]``: seconds of the slowest of P stages at the sizes of the search's start."""
+        """``[table sizes, S + 2]``: seconds of the slowest of P stages."""
         if split in self._slowest:
             return self._slowest[split]
         setting = self.setting
         count, fixed = len(setting.profile.sections), setting.wish.num_stages
         depth = min(count, (min(count, setting.devices.num_workers) if fixed is None else fixed) + 1)
         recompute = setting.wish.recompute
-        slowest = np.full((len(self.sizes), count + 2), np.inf)
-        for index, size in enumerate(self.sizes.tolist()):
+        slowest = np.full((len(self._table_sizes), count + 2), np.inf)
+        for index, size in enumerate(self._table_sizes.tolist()):
             problem = BorderProblem(
                 runs=setting.sections.runs(size),
                 resident_bytes=setting.residents.alone_bytes,
@@ -292,6 +293,15 @@ def _start_sizes(setting: Setting) -> Ints:
         sizes.add(small)
         small //= 2
     return np.array(sorted(sizes), dtype=np.int64)
+
+
+def _doubling(sizes: Ints) -> Ints:
+    """Some of the sizes, from the first on, each at least twice the one before."""
+    chosen = [int(sizes[0])]
+    for size in sizes.tolist():
+        if size >= 2 * chosen[-1]:
+            chosen.append(size)
+    return np.array(chosen, dtype=np.int64)
 
 
 def _each(batch_size: int, sizes: Ints, pipelines: Ints) -> Ints:
