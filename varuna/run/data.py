@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from varuna.errors import ConfigError, DataError
+from varuna.errors import ConfigError, DataError, PeerLost
 from varuna.order import sample_ids
 from varuna.partition.signature import FlatBatch, rebuild
 from varuna.run.batchcheck import check_batch
@@ -262,9 +262,11 @@ class _Reader:
         )
 
     def take(self, step_index: int, micro_batch_index: int) -> MicroBatch:
-        assert self._source is not None
+        source = self._source
+        if source is None:  # another thread has closed it
+            raise PeerLost("The generation was ended here before it read a sample.")
         assert self._probe is not None
-        fetched = self._source.take()
+        fetched = source.take()
         request = fetched.request
         assert (request.step_index, request.micro_batch_index) == (step_index, micro_batch_index), (
             f"{request} comes next, not step {step_index}, micro-batch {micro_batch_index}"

@@ -21,13 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from varuna.errors import DataError
+from varuna.errors import DataError, PeerLost
 from varuna.partition.signature import FlatBatch
 from varuna.run.fetch import Fetcher, FetchRequest, preserved_globals
 
 _NUM_AHEAD = 4  # micro-batches loaded before they are asked for (per process, with worker processes)
 _CLOSE_WAIT_S = 5.0
 _EXIT_WAIT_S = 30.0
+_ENDED = "The generation was ended here while it waited for a sample."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +124,15 @@ class ThreadSource:
     def take(self) -> Fetched:
         """See ``Source``."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._finished)
+            self._changed.wait_for(lambda: self._ready or self._finished or self._closed)
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
         if self._error is not None:
             raise self._error
-        raise StopIteration
+        if self._closed:
+            raise PeerLost(_ENDED)
+        raise AssertionError("more micro-batches were taken than there are")
 
     def close(self) -> None:
         """See ``Source``; a sample being loaded is finished first, but not waited for longer than 5 s."""
@@ -195,11 +198,13 @@ class ProcessSource:
 
     def take(self) -> Fetched:
         """See ``Source``."""
-        assert self._answers is not None, "taken from a closed source"
+        answers = self._answers
+        if answers is None:
+            raise PeerLost(_ENDED)
         if self._failed is not None:
             raise self._failed
         try:
-            answer = next(self._answers)
+            answer = next(answers)
         except RuntimeError as error:  # what DataLoader raises if a process of its own is gone
             raise DataError(
                 f"A data worker process died: {error}. If it was killed for memory, use fewer data workers or "
