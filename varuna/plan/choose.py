@@ -160,7 +160,7 @@ def _is_small(search: Search, cluster: Cluster) -> bool:
 def _in_order(search: Search, most: int) -> list[Outcome]:
     """Outcomes, fastest first; those that are close to the fastest are simulated to their end."""
     outcomes = sorted(search.outcomes, key=lambda outcome: _rank(outcome.step_s, outcome.laid))
-    close = [outcome for outcome in outcomes[: most + 1] if outcome.step_s <= outcomes[0].step_s * CLOSE]
+    close = [outcome for outcome in outcomes[:most] if outcome.step_s <= outcomes[0].step_s * CLOSE]
     whole = [simulate(search.setting, outcome.laid, whole=True) for outcome in close]
     return sorted([*whole, *outcomes[len(close) :]], key=lambda outcome: _rank(outcome.step_s, outcome.laid))
 

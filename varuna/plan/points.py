@@ -85,6 +85,7 @@ class PointMaker:
         self.sizes = _start_sizes(setting)
         self._table_sizes = _doubling(self.sizes)
         self._slowest: dict[bool, Floats] = {}
+        self._growth: dict[bytes, Floats] = {}
 
     def all(self) -> Points:
         """Where a search starts.
@@ -205,23 +206,31 @@ class PointMaker:
         at least as much longer as the one that grows least, and needs no less memory: the bound; the estimate
         is linear.
         """
-        sections, base = self.setting.sections, self._table_sizes
+        base = self._table_sizes
         slowest = self._slowest_of(split=split)
         below = np.searchsorted(base, sizes, side="right") - 1
-        growth = np.full(len(sizes), np.inf)
-        for names in (("forward_s", "backward_s"), ("recompute_s",)):
-            at, before = (
-                np.sum([sections.each(name, each) for name in names], axis=0) for each in (sizes, base[below])
-            )
-            ratio = np.divide(at, before, out=np.full_like(at, np.inf), where=before > 0)
-            growth = np.minimum(growth, ratio.min(axis=1))
-        growth[np.isinf(growth)] = 1.0  # nothing takes any time
+        growth = self._growth_of(sizes, base[below])
         bound = growth[:, None] * slowest[below]
         above = np.minimum(below + 1, len(base) - 1)
         share = ((sizes - base[below]) / np.maximum(1, base[above] - base[below]))[:, None]
         with np.errstate(invalid="ignore"):
             between = slowest[below] + share * (slowest[above] - slowest[below])
         return bound, np.where(np.isfinite(between), np.maximum(between, bound), bound)
+
+    def _growth_of(self, sizes: Ints, smaller: Ints) -> Floats:
+        """``[sizes]``: least ratio, over sections, of seconds at one size to those at a smaller one."""
+        key = sizes.tobytes()
+        if key not in self._growth:
+            sections, growth = self.setting.sections, np.full(len(sizes), np.inf)
+            for names in (("forward_s", "backward_s"), ("recompute_s",)):
+                at, before = (
+                    np.sum([sections.each(name, each) for name in names], axis=0) for each in (sizes, smaller)
+                )
+                ratio = np.divide(at, before, out=np.full_like(at, np.inf), where=before > 0)
+                growth = np.minimum(growth, ratio.min(axis=1))
+            growth[np.isinf(growth)] = 1.0  # nothing takes any time
+            self._growth[key] = growth
+        return self._growth[key]
 
     def _slowest_of(self, *, split: bool) -> Floats:
         """``[table sizes, S + 2]``: seconds of the slowest of P stages."""

@@ -27,7 +27,7 @@ from varuna.plan.setting import Setting
 CLOSE = 0.005
 """A layout that cannot be better than by this share is not looked at more closely."""
 
-BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 80_000, 250, 10_000
+BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 100_000, 250, 10_000
 """Simulated tasks that a search may cost, from the first layout that fits on, before it ends with the best."""
 
 UNTIL_ONE_FITS = 10
@@ -36,8 +36,11 @@ UNTIL_ONE_FITS = 10
 TABLE_COST = 4_000
 """Simulated tasks that take as long as one table of borders."""
 
-ENOUGH_RATIOS = 6
+ENOUGH_RATIOS = 10
 """Simulations after which one knows how far estimates are off."""
+
+CAUTION = 0.95
+"""How much further than ever before an estimate may be off."""
 
 DOUBT = 3
 """As many simulations that would have agreed with their estimates are added to those that were run."""
@@ -255,7 +258,7 @@ class Search:
         ratios = self._ratios.get(key, [])
         if self.best is None or len(ratios) < ENOUGH_RATIOS:
             return False
-        return estimate_s * min(ratios) >= self.best.step_s
+        return estimate_s * min(ratios) * CAUTION >= self.best.step_s
 
     def _polish(self, outcome: Outcome, budget: int) -> None:
         """Move one border at a time by one section, as long as the simulated step gets shorter."""

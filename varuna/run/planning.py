@@ -92,6 +92,7 @@ def plan_job(
             micro_batch_size=layout.micro_batch_size,
             schedule=layout.schedule,
             recompute=layout.recompute,
+            patience=10,  # a start takes seconds anyway
         ).to_plan_choice()
 
     return Planned(choice=agree_on_plan(world, choose), profiled=profiled)
