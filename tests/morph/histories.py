@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.morph.world import Worker, World
+from tests.morph.world import World
+from tests.morph.world_parts import Worker
 
 FAULTS = ("kill", "notice", "machine", "freeze", "lose", "join", "fail", "restart", "break", "time", "save")
 

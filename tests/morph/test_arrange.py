@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.morph.world import DESCRIBED, NUM_SECTIONS, planner
+from tests.morph.world_parts import DESCRIBED, NUM_SECTIONS, planner
 from varuna.morph.arrange import Arrangement, Candidate, LostState, NoPlan, arrange
 from varuna.morph.recovery import LostSections
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.morph.histories import play
-from tests.morph.world import BATCH_SIZE, DESCRIBED, World, planner
+from tests.morph.world import World
+from tests.morph.world_parts import BATCH_SIZE, DESCRIBED, planner
 from varuna.errors import ConfigError, PlanError
 from varuna.morph import journal as journal_module
 from varuna.morph.instructions import StepsCommitted, StepsUndone

@@ -87,6 +87,7 @@ def test_it_comes_back_tells_its_state_first_and_then_what_was_queued(at: Place)
     link = link_to(at, greeting=lambda: state)
     assert first.next() == b"state 1"
     at.end()
+    wait_until(lambda: not link.is_connected, TIMEOUT_S, "the link sees that nobody is there")
     state[:] = [b"state 2"]
     link.send(b"while nobody was there")
     at.serve(second.app())

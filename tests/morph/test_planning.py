@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.morph.world import BATCH_SIZE, DESCRIBED
+from tests.morph.world_parts import BATCH_SIZE, DESCRIBED
 from tests.plan.profiles import make_profile
 from varuna.errors import PlanError
 from varuna.morph.messages import Described

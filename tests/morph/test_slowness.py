@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.morph.test_state import check_done, members, run, started, told
-from tests.morph.world import plan_of
+from tests.morph.steering import check_done, members, run, started, told
+from tests.morph.world_parts import plan_of
 from varuna.morph.phases import Phase
 from varuna.morph.slowness import REST_S, WINDOW, paces, relative_step_s, rest_s, share_out
 from varuna.spec import Plan

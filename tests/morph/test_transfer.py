@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.morph.world import NUM_SECTIONS, SECTIONS, plan_of
+from tests.morph.world_parts import NUM_SECTIONS, SECTIONS, plan_of
 from varuna.generations import SectionTransfer
 from varuna.morph.transfer import place, transfers_of
 from varuna.spec import Plan

@@ -1,8 +1,7 @@
 """A world for the manager: workers that behave as ``varuna.run.member`` does, agents, and the network.
 
-Nothing here has a thread or a clock. ``World.actions`` lists what could happen next; whoever drives the world
-picks. A worker's sections carry the number of updates they have had, so an update that is lost, made twice, or
-made on state of another step shows at once.
+No thread, no clock: ``World.actions`` lists what could happen next, whoever drives the world picks. A worker's
+sections carry the number of updates they have had, so an update lost or made twice shows at once.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import functools
 import json
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from varuna.errors import PlanError
-from varuna.generations import Formation, HaltReport, SectionTransfer
+from tests.morph import world_parts
+from tests.morph.world_parts import BATCH_SIZE, DESCRIBED, Action, Message, Record, Worker
+from varuna.generations import HaltReport
 from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
 from varuna.morph.journal import Journal
 from varuna.morph.messages import (
@@ -26,7 +24,6 @@ from varuna.morph.messages import (
     Form,
     Formed,
     FromAgent,
-    FromWatch,
     FromWorker,
     Halted,
     JobEnded,
@@ -37,103 +34,14 @@ from varuna.morph.messages import (
     StartWorker,
     StepDone,
     StopWorker,
-    ToWorker,
     WorkerExited,
     WorkerLost,
     WorkerStarted,
 )
 from varuna.morph.phases import ENDED
-from varuna.morph.planning import Planned
 from varuna.morph.policy import Policy
 from varuna.morph.record import JobRecord, WorkerStatus
 from varuna.morph.state import Manager
-from varuna.plan.layout import simple_plan
-from varuna.spec import Plan, SectionSpec
-
-NUM_SECTIONS = 4
-BATCH_SIZE = 8
-Action = Callable[[], None]
-Message = FromWorker | FromAgent | FromWatch
-
-SECTIONS = tuple(
-    SectionSpec(
-        index=index,
-        name=str(index),
-        parameter_names=(f"p{index}",),
-        parameter_bytes=10 + index,
-        forward_flops=1.0,
-        output_bytes=1,
-    )
-    for index in range(NUM_SECTIONS)
-)
-DESCRIBED = Described(sections=SECTIONS, batch_size=BATCH_SIZE, dataset_length=100, seed=3)
-
-
-@functools.cache
-def plan_of(num_workers: int, num_stages: int) -> Plan:
-    return simple_plan(
-        sections=SECTIONS,
-        num_workers=num_workers,
-        batch_size=BATCH_SIZE,
-        num_stages=num_stages,
-        micro_batch_size=1,
-    ).plan
-
-
-def planner(least: int, stages: tuple[int, ...]) -> Callable[[int, Described], Planned]:
-    """Plans for ``least`` workers or more; the number of stages changes with the number of workers."""
-
-    def plan_for(num_workers: int, _: Described) -> Planned:
-        if num_workers < least:
-            raise PlanError(f"{num_workers} workers are too few: it takes {least}.")
-        wanted = stages[num_workers % len(stages)]
-        return Planned(plan=plan_of(num_workers, min(wanted, num_workers)))
-
-    return plan_for
-
-
-@dataclass
-class Worker:
-    """A process. ``versions`` has, per section that it holds, the number of updates that were made to it."""
-
-    name: str
-    agent: str
-    is_newcomer: bool
-    mode: str = "starting"  # starting, ready, meeting, moving, opening, running, halted, ended
-    generation: int = -1
-    formation: Formation | None = None
-    plan: Plan | None = None
-    num_moved: int = 0
-    num_applied: int = 0
-    reduced: bool = False
-    returned: bool = False  # the commit of the step under way has returned here
-    committed_step: int | None = None
-    committed: str = ""
-    has_state: bool = False
-    slowness: float = 1.0
-    frozen: bool = False
-    is_alive: bool = True
-    ended_well: bool = False
-    asked_pause: set[int] = field(default_factory=set)
-    aborted: set[int] = field(default_factory=set)
-    versions: dict[int, int] = field(default_factory=dict)
-    newest_form: int = -1
-    checkpoint: str = ""
-    state: FromWorker | None = None  # what it says again when it connects again
-    outbox: deque[FromWorker] = field(default_factory=deque)
-    inbox: deque[ToWorker] = field(default_factory=deque)
-    orders: deque[Form | Leave] = field(default_factory=deque)  # read by the training thread when it waits
-
-
-@dataclass
-class Record:
-    """What a generation's collectives remember: who came, who contributed with which wish to pause."""
-
-    members: tuple[str, ...]
-    met: set[str] = field(default_factory=set)
-    moved: set[str] = field(default_factory=set)
-    begun: dict[int, set[str]] = field(default_factory=dict)
-    contributed: dict[int, dict[str, bool]] = field(default_factory=dict)
 
 
 class World:
@@ -160,7 +68,7 @@ class World:
         journal: Journal | None = None,
         tells_commits: bool = True,
     ) -> None:
-        self.plan_for = planner(least, stages)
+        self.plan_for = world_parts.planner(least, stages)
         self.policy = policy or Policy(replace_lost=False)
         self.journal = journal
         self.tells_commits = tells_commits
@@ -400,7 +308,7 @@ class World:
         record = self.generations[worker.generation]
         is_broken = worker.generation in worker.aborted
         others = [self.workers[name] for name in record.members if name != worker.name]
-        if not worker.returned and (is_broken or any(self._is_lost(other, worker) for other in others)):
+        if not worker.returned and (is_broken or any(world_parts.is_lost(other, worker) for other in others)):
             found.append(act(self._halt, worker, "a peer is lost"))
         if is_broken and not worker.returned:
             return found
@@ -425,15 +333,6 @@ class World:
         elif set(record.contributed.get(worker.num_applied, {})) >= set(record.members):
             found.append(act(self._return_commit, worker, record))
         return found
-
-    @staticmethod
-    def _is_lost(other: Worker, worker: Worker) -> bool:
-        """Whether ``worker`` may notice that it waits in vain for ``other``."""
-        if not other.is_alive:
-            return not other.ended_well or other.num_applied <= worker.num_applied - 1
-        if worker.mode == "meeting" and other.generation < worker.generation:
-            return False  # it has not come yet
-        return other.generation != worker.generation or other.mode == "halted"
 
     # --- what a worker does -----------------------------------------------------------------
 
@@ -468,18 +367,13 @@ class World:
         assert worker.formation is not None
         state_holder = self.generations[worker.generation].members[worker.formation.state_rank]
         if worker.checkpoint:
-            worker.versions = dict.fromkeys(self._wanted(worker), worker.formation.next_step)
+            worker.versions = dict.fromkeys(world_parts.wanted_sections(worker), worker.formation.next_step)
             worker.has_state = True
         elif not worker.has_state:
             assert self.workers[state_holder].has_state, "the job's state is taken from one that has none"
         given = {one.section_index for one in worker.formation.transfers if one.source == worker.formation.rank}
-        self._keep_only(worker, self._wanted(worker) | given)
+        self._keep_only(worker, world_parts.wanted_sections(worker) | given)
         worker.mode = "moving"
-
-    def _wanted(self, worker: Worker) -> set[int]:
-        assert worker.formation is not None
-        stage = worker.formation.plan.stage_of(worker.formation.rank)
-        return set() if stage is None else set(range(stage.first_section, stage.end_section))
 
     def _keep_only(self, worker: Worker, sections: set[int]) -> None:
         worker.versions = {index: count for index, count in worker.versions.items() if index in sections}
@@ -488,14 +382,18 @@ class World:
         """The next transfer of this worker, if the other side is at it too; it is carried out on both."""
         formation = worker.formation
         assert formation is not None
-        mine = self._mine(worker)
+        mine = world_parts.own_transfers(worker)
         if worker.num_moved == len(mine):
             return [functools.partial(self._end_moving, worker, record)]
         transfer = mine[worker.num_moved]
         if transfer.source != formation.rank:
             return []
         other = self.workers[record.members[transfer.destination]]
-        theirs = self._mine(other) if other.generation == worker.generation and other.mode == "moving" else ()
+        theirs = (
+            world_parts.own_transfers(other)
+            if other.generation == worker.generation and other.mode == "moving"
+            else ()
+        )
         if not other.is_alive or other.num_moved >= len(theirs) or theirs[other.num_moved] != transfer:
             return []
 
@@ -509,14 +407,9 @@ class World:
 
         return [move] if not other.frozen else []
 
-    def _mine(self, worker: Worker) -> tuple[SectionTransfer, ...]:
-        formation = worker.formation
-        assert formation is not None
-        return tuple(one for one in formation.transfers if formation.rank in (one.source, one.destination))
-
     def _end_moving(self, worker: Worker, record: Record) -> None:
-        self._keep_only(worker, self._wanted(worker))
-        assert set(worker.versions) == self._wanted(worker)
+        self._keep_only(worker, world_parts.wanted_sections(worker))
+        assert set(worker.versions) == world_parts.wanted_sections(worker)
         worker.mode = "opening"
         record.moved.add(worker.name)
 
@@ -562,22 +455,11 @@ class World:
                 generation=generation,
                 step_index=step,
                 duration_s=1.0,
-                busy_s=self._busy_s(worker),
+                busy_s=world_parts.busy_s(worker),
                 num_samples=BATCH_SIZE,
                 committed=worker.committed if self.tells_commits else "",
             )
             self._say(worker, done, is_state=False)
-
-    @staticmethod
-    def _busy_s(worker: Worker) -> float:
-        """Half a second for each micro-batch of its pipeline, if it is not slow."""
-        assert worker.plan is not None
-        rank = 0 if worker.formation is None else worker.formation.rank
-        rank = int(worker.name[1:]) if worker.generation == 0 else rank
-        position = worker.plan.position_of(rank)
-        if position is None:
-            return 0.0
-        return 0.5 * worker.slowness * worker.plan.pipelines[position.pipeline_index].num_micro_batches
 
     def _halt(self, worker: Worker, reason: str) -> None:
         # a newcomer knows its step count only once it has been in a generation that opened

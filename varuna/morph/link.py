@@ -93,6 +93,7 @@ class Link:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._closing = asyncio.Event()
         self._is_connected = asyncio.Event()
+        self._unsent: bytes | None = None
         self._is_last = False  # all was sent, the connection is being closed
         self._patience_s = PATIENCE_S
         self._refusal: Refusal | None = None
@@ -100,6 +101,11 @@ class Link:
         self._owner_pid = os.getpid()
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the manager is there."""
+        return self._is_connected.is_set()
 
     @property
     def refusal(self) -> Refusal | None:
@@ -203,12 +209,16 @@ class Link:
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         while True:
+            if self._unsent is not None:  # the connection broke under it; it may arrive twice
+                await socket.send_bytes(self._unsent)
+                self._unsent = None
             try:
                 data = await asyncio.wait_for(self._queue.get(), self._beat_s or None)
             except TimeoutError:
-                data = self._beat
+                await socket.send_bytes(self._beat)
+                continue
             if data is None:
                 self._is_last = True
                 await socket.close()
                 return
-            await socket.send_bytes(data)
+            self._unsent = data

@@ -1,0 +1,260 @@
+"""The manager's state machine where several things go wrong, or messages are lost or late."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.morph.steering import check_done, halted, run, sent, started, told
+from tests.morph.world import World
+from varuna.morph.instructions import Send
+from varuna.morph.messages import (
+    Abort,
+    Formed,
+    Halted,
+    JobEnded,
+    LeaveAsked,
+    Pause,
+    Ready,
+    StopWorker,
+)
+from varuna.morph.phases import Phase
+from varuna.morph.policy import Policy
+
+
+def test_messages_of_another_generation_change_nothing() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.kill(world.workers["w2"])
+    run(world, lambda: world.manager.job.phase is Phase.RUNNING and world.manager.job.generation.number == 1)
+    before = world.snapshot()
+    for generation in (0, 2):
+        world.manager.handle("w1", Halted(report=halted(generation, 1)), world.now_s)
+    assert world.snapshot() == before
+
+
+def test_a_founder_lost_before_the_job_has_begun() -> None:
+    world = World(3)
+    world.kill(world.workers["w1"])
+    world.workers["w1"].outbox.clear()
+    for worker in world.workers.values():
+        worker.frozen = True
+    for _ in range(10):
+        for action in world.actions()[:1]:
+            action()
+    world.advance(1.0)
+    assert world.manager.job.phase is Phase.FOUNDING
+    world.advance(5.0)
+    assert world.manager.job.phase is Phase.FAILED
+    assert "before the first generation" in world.manager.job.reason
+
+
+def test_replacements_are_asked_for() -> None:
+    world = started(3, stages=(1,), num_steps=9, policy=Policy(replace_lost=True))
+    world.kill(world.workers["w1"])
+    run(world, lambda: len(world.workers) == 4)
+    assert world.workers["w3"].agent == world.workers["w1"].agent
+    check_done(world)
+
+
+def test_what_was_missed_is_said_again() -> None:
+    world = started(3, stages=(1,))
+    world.notice(world.workers["w2"], 100.0)
+    run(world, lambda: world.manager.job.phase is Phase.PAUSING)
+    again = world.manager.repeat_for("w0")
+    assert [one.message for one in again if isinstance(one, Send)] == [Pause(generation=0)]
+    world.kill(world.workers["w1"])
+    run(world, lambda: world.manager.job.phase is Phase.ENDING)
+    assert isinstance(world.manager.repeat_for("w0")[0].message, Abort)  # type: ignore[union-attr]
+    world.manager.handle("m0", LeaveAsked(incarnation="nobody", source="test"), world.now_s)
+    check_done(world)
+    assert world.manager.repeat_for("m0") == (Send(recipient="m0", message=JobEnded(failure="")),)
+
+
+def test_a_fenced_worker_is_stopped_again_when_its_agent_is_back() -> None:
+    world = started(3, stages=(1,))
+    world.lose(world.workers["w2"])
+    world.agents["m0"].clear()  # its end is not known yet
+    (again,) = world.manager.repeat_for("m0")
+    assert again == Send(recipient="m0", message=StopWorker(incarnation="w2"))
+
+
+@pytest.mark.parametrize("tells_commits", [True, False])
+def test_a_step_that_only_the_dead_saw_committed(tells_commits: bool) -> None:
+    """If the manager knows the outcome, the others make the update; if not, they run the step again."""
+    world = started(3, stages=(1,), tells_commits=tells_commits)
+    workers = list(world.workers.values())
+    run(world, lambda: all(worker.reduced for worker in workers))
+    world.freeze(workers[0])
+    world.freeze(workers[1])
+    run(world, lambda: len(world.ledger) == 1)
+    world.kill(workers[2])
+    for worker in workers[:2]:
+        worker.frozen = False
+        world._halt(worker, "a peer is lost")  # before its own commit has returned
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    assert world.ledger == ([0] if tells_commits else [])
+    assert bool(world.manager.job.generation.forms["w0"].committed) == tells_commits
+    check_done(world)
+    assert world.ledger[0] == (0 if tells_commits else 1)
+
+
+def test_a_step_that_one_survivor_saw_committed_is_not_run_again() -> None:
+    world = started(3, stages=(1,))
+    workers = list(world.workers.values())
+    run(world, lambda: all(worker.reduced for worker in workers))
+    world.freeze(workers[0])
+    world.freeze(workers[1])
+    run(world, lambda: len(world.ledger) == 1)
+    world.kill(workers[1])
+    workers[0].frozen = False
+    world._halt(workers[0], "a peer is lost")
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    assert world.ledger == [0]
+    assert world.manager.job.generation.forms["w0"].committed
+    assert not world.manager.job.generation.forms["w2"].committed
+    check_done(world)
+
+
+def test_a_form_that_got_lost_is_said_again() -> None:
+    world = started(3, stages=(1,))
+    world.kill(world.workers["w2"])
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    report = world.workers["w1"].state
+    assert isinstance(report, Halted)
+    (again,) = world.manager.handle("w1", report, world.now_s)
+    assert again == Send(recipient="w1", message=world.manager.job.generation.forms["w1"])
+    check_done(world)
+
+
+def test_a_form_for_a_newcomer_that_got_lost_is_said_again() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.join()
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    (again,) = world.manager.handle("w3", Ready(digest="d"), world.now_s)
+    assert again == Send(recipient="w3", message=world.manager.job.generation.forms["w3"])
+    check_done(world)
+
+
+def test_an_old_formed_does_not_open_a_generation() -> None:
+    world = started(3, stages=(1,))
+    world.kill(world.workers["w2"])
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    for name in ("w0", "w1"):
+        assert world.manager.handle(name, Formed(generation=0), world.now_s) == ()
+    assert world.manager.job.phase is Phase.FORMING
+    check_done(world)
+
+
+def test_a_job_that_waits_may_lose_its_last_holder() -> None:
+    world = started(3, least=3, stages=(1,))
+    world.kill(world.workers["w0"])
+    run(world, lambda: world.manager.job.phase is Phase.WAITING)
+    world.kill(world.workers["w1"])
+    world.drain()
+    assert world.manager.job.phase is Phase.WAITING
+    world.kill(world.workers["w2"])
+    world.drain()
+    assert world.manager.job.phase is Phase.FAILED
+    assert "sections 0, 1, 2, 3" in world.manager.job.reason
+
+
+def test_a_member_that_halts_before_all_have_formed_the_first_generation() -> None:
+    world = World(3, stages=(1,))
+    world.freeze(world.workers["w2"])
+    run(world, lambda: not world.actions())
+    assert world.manager.job.phase is Phase.FOUNDING
+    world._halt(world.workers["w1"], "it lost sight of w2")
+    run(world, lambda: world.manager.job.phase is Phase.ENDING)
+    assert sent(world, Abort) == ["w0", "w2"]
+    world.workers["w2"].frozen = False
+    check_done(world)
+    assert world.manager.job.generation.number == 1
+
+
+def test_a_founder_that_is_killed_once_the_plan_is_known() -> None:
+    world = World(3, stages=(1,))
+    world.freeze(world.workers["w2"])
+    run(world, lambda: not world.actions())
+    world.kill(world.workers["w2"])
+    world.workers["w2"].outbox.clear()
+    check_done(world)
+    assert world.manager.job.generation.members == ("w0", "w1")
+
+
+def test_members_that_pause_wait_for_one_another_only_so_long() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.notice(world.workers["w1"], 0.0)
+    run(world, lambda: world.manager.job.phase is Phase.PAUSING)
+    run(world, lambda: any(worker.returned for worker in world.workers.values()))
+    late = next(worker for worker in world.workers.values() if not worker.returned)
+    world.freeze(late)
+    run(world, lambda: len(world.manager.job.generation.reports) == 2)
+    world.advance(0.9)
+    assert world.manager.job.phase is Phase.PAUSING
+    world.advance(0.2)
+    assert world.manager.job.phase is Phase.ENDING
+    late.frozen = False
+    check_done(world)
+
+
+def test_a_generation_that_does_not_open_is_given_up() -> None:
+    world = started(3, stages=(1,), num_steps=8, policy=Policy(forming_limit_s=30.0, halt_limit_s=5.0))
+    world.join()
+    run(world, lambda: world.manager.job.phase is Phase.FORMING)
+    world.freeze(world.workers["w3"])
+    run(world, lambda: not world.actions())
+    world.advance(29.0)
+    assert world.manager.job.phase is Phase.FORMING
+    world.advance(1.5)
+    assert world.manager.job.phase is Phase.ENDING
+    run(world, lambda: not world.actions())
+    world.advance(5.5)
+    assert world.manager.job.workers["w3"].is_fenced
+    check_done(world)
+
+
+def test_a_script_that_exits_with_a_code_ends_the_job() -> None:
+    world = started(3)
+    world._exit(world.workers["w1"], 3)
+    run(world, lambda: world.manager.job.phase is Phase.FAILED)
+    assert world.manager.job.reason == "w1 exited with code 3"
+
+
+def test_members_that_halt_after_others_have_ended() -> None:
+    """Worker 1 has ended; 0 waits for it in vain, is asked to give up, and ends as well: the job is done."""
+    world = started(3, stages=(1,), policy=Policy(halt_limit_s=5.0))
+    everybody = list(world.workers.values())
+    run(world, lambda: all(worker.num_applied == world.num_steps for worker in everybody))
+    for name in ("w0", "w2"):
+        world.freeze(world.workers[name])
+    run(world, lambda: world.manager.job.phase is Phase.FINISHING)
+    world.kill(world.workers["w2"])
+    run(world, lambda: world.manager.job.phase is Phase.ENDING)
+    world.advance(100.0)
+    assert world.manager.job.phase is Phase.ENDING, "worker 0 may be saving the model: no limit"
+    assert not world.manager.job.workers["w0"].is_fenced
+    world.workers["w0"].inbox.clear()
+    world.workers["w0"].frozen = False
+    check_done(world)
+
+
+def test_worker_0_lost_before_its_script_has_ended() -> None:
+    world = started(3, stages=(1,))
+    run(world, lambda: world.workers["w0"].num_applied == world.num_steps)
+    world.freeze(world.workers["w0"])
+    run(world, lambda: not world.workers["w2"].is_alive and not world.workers["w1"].is_alive)
+    world.kill(world.workers["w0"])
+    world.drain()
+    assert world.manager.job.phase is Phase.FAILED
+    assert "worker 0 was lost after the last step" in world.manager.job.reason
+
+
+def test_the_earliest_deadline_counts() -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    for worker in world.workers.values():
+        worker.frozen = True
+    for deadline_s, counts_s in ((0.0, None), (50.0, 50.0), (20.0, 20.0), (90.0, 20.0), (0.0, 20.0)):
+        world.deliver("m0", LeaveAsked(incarnation="w2", deadline_s=deadline_s, source="test"))
+        leaving = world.manager.job.workers["w2"].leaving
+        assert leaving is not None
+        assert leaving.deadline_s == counts_s
+    assert len(told(world, "notice")) == 1
