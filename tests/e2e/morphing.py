@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping
@@ -159,6 +160,14 @@ class Run:
         assert self.ended.left == []
         assert living_runs(self._cache_dir) == []
         return self.ended
+
+    def abandon(self) -> None:
+        """End it, if a test has not come to its end."""
+        if self.ended is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in self.everyone():
+                    process.kill()
+            self.ended = self.job.wait()
 
     def ends_well(self) -> Ended:
         """Its end, which is a good one."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.e2e.jobs import Warm
-from tests.e2e.morphing import NUM_STEPS, Fault, Run
+from tests.e2e.conftest import Start
+from tests.e2e.morphing import NUM_STEPS, Fault
 from varuna import cli
 
 
@@ -26,8 +26,8 @@ def command(cache: Path, *arguments: str) -> str:
     ("point", "count"),
     [("step", 1), ("forward", 2), ("final backward", 1), ("reduce", 1), ("commit", 1), ("committed", 1)],
 )
-def test_a_worker_is_killed(jobs: Warm, tmp_path: Path, cache: Path, point: str, count: int) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("kill", 2, point, 7, count))
+def test_a_worker_is_killed(start: Start, point: str, count: int) -> None:
+    run = start(Fault("kill", 2, point, 7, count))
     ended = run.ends_well()
     run.fired(2)
     assert "varuna: worker 2 was killed by SIGKILL (out of memory?); the others go on" in ended.stderr
@@ -35,8 +35,8 @@ def test_a_worker_is_killed(jobs: Warm, tmp_path: Path, cache: Path, point: str,
     run.is_exact()
 
 
-def test_worker_0_is_killed_and_another_speaks_to_the_terminal(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("kill", 0, "final backward", 5))
+def test_worker_0_is_killed_and_another_speaks_to_the_terminal(start: Start) -> None:
+    run = start(Fault("kill", 0, "final backward", 5))
     ended = run.ends_well()
     told = ended.stdout.splitlines()
     assert told[:5] == [f"worker 0 tells step {index}" for index in range(5)]
@@ -47,26 +47,26 @@ def test_worker_0_is_killed_and_another_speaks_to_the_terminal(jobs: Warm, tmp_p
     run.is_exact()
 
 
-def test_two_are_killed_at_once(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_two_are_killed_at_once(start: Start) -> None:
     faults = [Fault("kill", 1, "final backward", 6), Fault("kill", 2, "reduce", 6)]
-    run = Run(jobs, tmp_path, cache, *faults)
+    run = start(*faults)
     ended = run.ends_well()
     assert [line for line in ended.stderr.splitlines() if "SIGKILL" in line and "go on" in line][1:]
     run.is_exact()
 
 
-def test_one_is_killed_while_the_next_generation_forms(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_one_is_killed_while_the_next_generation_forms(start: Start) -> None:
     """Worker 3 dies in step 4, and worker 1 before it has joined the generation without worker 3."""
     faults = [Fault("kill", 3, "reduce", 4), Fault("kill", 1, "form", 4)]
-    run = Run(jobs, tmp_path, cache, *faults, stages=1)
+    run = start(*faults, stages=1)
     run.ends_well()
     run.fired(3)
     run.fired(1)
     run.is_exact()
 
 
-def test_a_worker_is_asked_to_leave(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, limit=8)
+def test_a_worker_is_asked_to_leave(start: Start, cache: Path) -> None:
+    run = start(limit=8)
     run.steps_done(4)
     assert "asked to leave: " in command(cache, "preempt", "3")
     run.event("notice", "is asked to leave (user)")
@@ -78,10 +78,8 @@ def test_a_worker_is_asked_to_leave(jobs: Warm, tmp_path: Path, cache: Path) -> 
     run.is_exact()
 
 
-def test_the_last_holder_of_a_section_hands_it_over_before_it_leaves(
-    jobs: Warm, tmp_path: Path, cache: Path
-) -> None:
-    run = Run(jobs, tmp_path, cache, stages=4, limit=8)
+def test_the_last_holder_of_a_section_hands_it_over_before_it_leaves(start: Start, cache: Path) -> None:
+    run = start(stages=4, limit=8)
     run.steps_done(4)
     command(cache, "preempt", "worker-1", "--deadline", "60")
     run.event("notice", "within 60 s")
@@ -92,8 +90,8 @@ def test_the_last_holder_of_a_section_hands_it_over_before_it_leaves(
     run.is_exact()
 
 
-def test_workers_are_added(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, workers=2, limit=8)
+def test_workers_are_added(start: Start, cache: Path) -> None:
+    run = start(workers=2, limit=8)
     run.steps_done(4)
     assert "for 2 more workers" in command(cache, "workers", "add", "2")
     run.event("ready")
@@ -108,9 +106,9 @@ def test_workers_are_added(jobs: Warm, tmp_path: Path, cache: Path) -> None:
     run.is_exact()
 
 
-def test_down_to_one_and_back_to_four(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_down_to_one_and_back_to_four(start: Start) -> None:
     faults = [Fault("kill", number, "forward", 6) for number in (0, 1, 3)]
-    run = Run(jobs, tmp_path, cache, *faults, stages=1, limit=12)
+    run = start(*faults, stages=1, limit=12)
     run.event("running", "1 of 1 workers")
     run.client.add_workers(3)
     for _ in range(3):

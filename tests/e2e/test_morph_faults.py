@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e.jobs import Warm
+from tests.e2e.conftest import Start
 from tests.e2e.morphing import NUM_STEPS, Fault, Run
 from tests.launch.jobs import wait_until
 from varuna.errors import ConfigError
@@ -20,8 +20,8 @@ HEARTBEAT = {"VARUNA_HEARTBEAT_S": "3"}
 # --- frozen ---------------------------------------------------------------------------------
 
 
-def test_a_frozen_worker_is_fenced_and_killed(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("stop", 2, "forward", 6, 2), environ=HEARTBEAT)
+def test_a_frozen_worker_is_fenced_and_killed(start: Start) -> None:
+    run = start(Fault("stop", 2, "forward", 6, 2), environ=HEARTBEAT)
     run.fired(2)
     run.event("fenced", "no sign of life for ")
     ended = run.ends_well()
@@ -30,9 +30,9 @@ def test_a_frozen_worker_is_fenced_and_killed(jobs: Warm, tmp_path: Path, cache:
     run.is_exact()
 
 
-def test_a_worker_that_thaws_finds_itself_refused_and_ends(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_a_worker_that_thaws_finds_itself_refused_and_ends(start: Start) -> None:
     """The launcher is frozen too, as with a whole machine: nobody can kill the frozen worker."""
-    run = Run(jobs, tmp_path, cache, Fault("stop", 2, "forward", 6, 2), environ=HEARTBEAT, limit=20)
+    run = start(Fault("stop", 2, "forward", 6, 2), environ=HEARTBEAT, limit=20)
     run.fired(2)
     frozen, launcher = run.worker(2), run.process("varuna-worker-2").parent().parent()
     launcher.send_signal(signal.SIGSTOP)
@@ -50,10 +50,10 @@ def test_a_worker_that_thaws_finds_itself_refused_and_ends(jobs: Warm, tmp_path:
     run.is_exact()
 
 
-def test_a_busy_worker_is_not_fenced(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_a_busy_worker_is_not_fenced(start: Start, tmp_path: Path) -> None:
     """Worker 2 is in user code for longer than the limit."""
     environ = {"VARUNA_HEARTBEAT_S": "1"}
-    run = Run(jobs, tmp_path, cache, Fault("wait", 2, "forward", 6, 2), environ=environ)
+    run = start(Fault("wait", 2, "forward", 6, 2), environ=environ)
     run.fired(2)
     assert run.status().num_committed == 6
     with pytest.raises(AssertionError, match="not within 3 s"):
@@ -67,10 +67,8 @@ def test_a_busy_worker_is_not_fenced(jobs: Warm, tmp_path: Path, cache: Path) ->
 # --- the manager ----------------------------------------------------------------------------
 
 
-def test_the_manager_is_killed_and_knows_everything_when_it_is_back(
-    jobs: Warm, tmp_path: Path, cache: Path
-) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("kill", 2, "reduce", 25), limit=10)
+def test_the_manager_is_killed_and_knows_everything_when_it_is_back(start: Start) -> None:
+    run = start(Fault("kill", 2, "reduce", 25), limit=10)
     run.steps_done(5)
     run.kill_manager()
     run.limit(20)
@@ -83,9 +81,9 @@ def test_the_manager_is_killed_and_knows_everything_when_it_is_back(
     run.is_exact()
 
 
-def test_the_manager_is_killed_while_a_generation_forms(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_the_manager_is_killed_while_a_generation_forms(start: Start, tmp_path: Path) -> None:
     faults = [Fault("kill", 3, "reduce", 6), Fault("wait", 0, "form", 6)]
-    run = Run(jobs, tmp_path, cache, *faults)
+    run = start(*faults)
     run.fired(0)
     assert run.status().phase == "forming"
     run.kill_manager()
@@ -95,9 +93,9 @@ def test_the_manager_is_killed_while_a_generation_forms(jobs: Warm, tmp_path: Pa
     run.is_exact()
 
 
-def test_a_worker_dies_while_there_is_no_manager(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_a_worker_dies_while_there_is_no_manager(start: Start) -> None:
     """The manager is stopped, and killed only after the worker has died."""
-    run = Run(jobs, tmp_path, cache, Fault("kill", 1, "forward", 10), limit=8)
+    run = start(Fault("kill", 1, "forward", 10), limit=8)
     run.steps_done(8)
     manager = run.process("varuna-manager")
     manager.send_signal(signal.SIGSTOP)
@@ -119,8 +117,8 @@ def _alive(run: Run, worker: int) -> bool:
 # --- strangers ------------------------------------------------------------------------------
 
 
-def test_strangers_change_nothing(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, limit=8)
+def test_strangers_change_nothing(start: Start) -> None:
+    run = start(limit=8)
     run.steps_done(4)
     address = urlsplit(run.client.run.url)
     before = run.status().workers
@@ -140,8 +138,8 @@ def test_strangers_change_nothing(jobs: Warm, tmp_path: Path, cache: Path) -> No
     run.is_exact()
 
 
-def test_the_token_is_in_no_command_line_log_or_journal(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, limit=8)
+def test_the_token_is_in_no_command_line_log_or_journal(start: Start, tmp_path: Path, cache: Path) -> None:
+    run = start(limit=8)
     run.steps_done(4)
     token = run.client.run.token
     (announced,) = (cache / "runs").iterdir()
@@ -157,16 +155,16 @@ def test_the_token_is_in_no_command_line_log_or_journal(jobs: Warm, tmp_path: Pa
 # --- failures -------------------------------------------------------------------------------
 
 
-def test_a_failure_ends_the_job_as_ever(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("raise", 1, "forward", 5))
+def test_a_failure_ends_the_job_as_ever(start: Start) -> None:
+    run = start(Fault("raise", 1, "forward", 5))
     ended = run.wait()
     assert ended.codes == [1]
     assert ended.told.splitlines()[1].startswith("varuna: worker 1 failed (")
     assert "KeyError: 'injected on worker 1'" in ended.stderr
 
 
-def test_a_newcomer_that_fails_ends_nothing(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("raise", 2, "start", 0), workers=2, limit=8)
+def test_a_newcomer_that_fails_ends_nothing(start: Start) -> None:
+    run = start(Fault("raise", 2, "start", 0), workers=2, limit=8)
     run.steps_done(4)
     run.client.add_workers(1)
     run.event("lost", "newcomer ")
@@ -176,8 +174,8 @@ def test_a_newcomer_that_fails_ends_nothing(jobs: Warm, tmp_path: Path, cache: P
     run.is_exact()
 
 
-def test_a_newcomer_that_fails_at_work_ends_the_job(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("raise", 2, "step", 30), workers=2, stages=1, limit=8)
+def test_a_newcomer_that_fails_at_work_ends_the_job(start: Start) -> None:
+    run = start(Fault("raise", 2, "step", 30), workers=2, stages=1, limit=8)
     run.steps_done(4)
     run.client.add_workers(1)
     run.event("ready")
@@ -188,26 +186,24 @@ def test_a_newcomer_that_fails_at_work_ends_the_job(jobs: Warm, tmp_path: Path, 
     assert "KeyError: 'injected on worker 2'" in ended.stderr
 
 
-def test_without_any_holder_of_a_section_the_job_ends_and_says_why(
-    jobs: Warm, tmp_path: Path, cache: Path
-) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("kill", 2, "forward", 5), stages=4)
+def test_without_any_holder_of_a_section_the_job_ends_and_says_why(start: Start) -> None:
+    run = start(Fault("kill", 2, "forward", 5), stages=4)
     ended = run.wait()
     assert ended.codes == [137]
     assert "varuna: worker 2 was killed by SIGKILL (out of memory?)" in ended.told
     assert "varuna: the job cannot go on: no worker is left that holds section" in ended.told
 
 
-def test_the_last_worker_is_killed(jobs: Warm, tmp_path: Path, cache: Path) -> None:
+def test_the_last_worker_is_killed(start: Start) -> None:
     faults = [Fault("kill", 1, "forward", 5), Fault("kill", 0, "step", 9)]
-    run = Run(jobs, tmp_path, cache, *faults, workers=2, stages=1)
+    run = start(*faults, workers=2, stages=1)
     ended = run.wait()
     assert ended.codes == [137]
     assert "varuna: worker 0 was killed by SIGKILL" in ended.told
 
 
-def test_a_founder_is_killed_before_the_first_generation(jobs: Warm, tmp_path: Path, cache: Path) -> None:
-    run = Run(jobs, tmp_path, cache, Fault("kill", 1, "start", 0))
+def test_a_founder_is_killed_before_the_first_generation(start: Start) -> None:
+    run = start(Fault("kill", 1, "start", 0))
     ended = run.wait()
     assert ended.codes == [137]
     assert "varuna: worker 1 was killed by SIGKILL" in ended.told
