@@ -15,7 +15,7 @@ from varuna.errors import ConfigError
 from varuna.launch.naming import new_run_id
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
     "-o",
     "--output",
@@ -44,7 +44,8 @@ def profile(
 ) -> None:
     """Measure the model that SCRIPT trains: time and memory of its sections, messages between workers.
 
-    SCRIPT is started as `varuna run` does, and ends before its first step. What follows it belongs to it.
+    SCRIPT is started as `varuna run` does, and ends before its first step. What follows it and is none of the
+    options below belongs to it; after -- everything does.
     """
     from varuna.launch import LocalJob, run_local, visible_gpus
 

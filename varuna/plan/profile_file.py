@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,6 +105,21 @@ def _check(profile: Profile, path: Path) -> None:
                 f"Profile {path}: section {section.index} ({section.name}) has costs for micro-batches of "
                 f"{sizes}. It needs at least one, in ascending order, from 1 on."
             )
+    _check_numbers(profile, f"Profile {path}")
+
+
+def _check_numbers(value: object, where: str) -> None:
+    """Times and sizes are finite and not negative, rates are more than nothing."""
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            _check_numbers(item, f"{where}[{index}]")
+    elif is_dataclass(value):
+        for field in fields(value):
+            _check_numbers(getattr(value, field.name), f"{where}, {field.name}")
+    elif isinstance(value, (int, float)):
+        is_rate = where.endswith(", bytes_per_s")
+        if not math.isfinite(value) or value < 0 or (is_rate and value == 0):
+            raise ConfigError(f"{where} is {value}; it must be {'more than 0' if is_rate else '0 or more'}.")
 
 
 def _read(path: Path, kind: type[_T], version: int, what: str, made_by: str) -> _T:
@@ -111,6 +127,8 @@ def _read(path: Path, kind: type[_T], version: int, what: str, made_by: str) -> 
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"Cannot read {what} {path}: {error.strerror}. Make one with {made_by}.") from error
+    if not data.strip():
+        raise ConfigError(f"{path} is empty, not a {what}. Make one with {made_by}.")
     try:
         found = msgspec.json.decode(data, type=_Version).version
         if found != version:
