@@ -23,6 +23,7 @@ from benchmarks.emulated_plans import calibrate, emulated_profile, measure_step_
 from varuna.plan import SCHEDULES
 from varuna.plan.choose import choose_plan
 from varuna.plan.cluster import Cluster
+from varuna.plan.predict import predict
 from varuna.plan.profile import Profile, TaskCosts
 from varuna.spec import Plan
 
@@ -79,17 +80,27 @@ class Situation:
         ]
 
     def candidates(self, profile: Profile) -> dict[str, Plan]:
-        """The grid, by a name for people."""
+        """The grid, by a name for people; borders by time or, where those do not fit, by count of sections."""
         depths = [self.num_stages] if self.num_stages else [self.num_workers // 2, self.num_workers]
-        return {
-            f"P={depth} m={size} {schedule}": plan_of(
-                profile, num_workers=self.num_workers, num_stages=depth, batch_size=self.batch_size,
-                micro_batch_size=size, schedule=schedule,
-            )
-            for depth in depths
-            for size in (SIZES if self.num_stages else (SIZES[0], SIZES[-1]))
-            for schedule in SCHEDULES
-        }  # fmt: skip
+        found: dict[str, Plan] = {}
+        for depth in depths:
+            for size in SIZES if self.num_stages else (SIZES[0], SIZES[-1]):
+                for schedule in SCHEDULES:
+                    make = partial(
+                        plan_of, profile, num_workers=self.num_workers, num_stages=depth,
+                        batch_size=self.batch_size, micro_batch_size=size, schedule=schedule,
+                    )  # fmt: skip
+                    fitting = [plan for plan in (make(), make(by_count=True)) if self._fits(plan, profile)]
+                    found |= {f"P={depth} m={size} {schedule}": plan for plan in fitting[:1]}
+        return found
+
+    def _fits(self, plan: Plan, profile: Profile) -> bool:
+        prediction = predict(plan, profile, Cluster.parse(f"1x{self.num_workers}"))
+        return all(
+            stage.peak_memory_bytes <= profile.device_memory_bytes
+            for pipeline in prediction.pipelines
+            for stage in pipeline.stages
+        )
 
 
 def situations() -> Iterator[Situation]:

@@ -51,13 +51,13 @@ def emulated_profile(
 
 def plan_of(
     profile: Profile, *, num_workers: int, num_stages: int, batch_size: int, micro_batch_size: int,
-    schedule: str, recompute: bool = False,
+    schedule: str, recompute: bool = False, by_count: bool = False,
 ) -> Plan:  # fmt: skip
-    """Stages with equal shares of forward time, as many pipelines as there are workers for."""
+    """Stages with equal shares of forward time, or of sections; as many pipelines as there are workers for."""
     sections = [
         SectionSpec(
             index=section.index, name=section.name, parameter_names=(), parameter_bytes=0,
-            forward_flops=section.costs[0].forward_s, output_bytes=0,
+            forward_flops=1.0 if by_count else section.costs[0].forward_s, output_bytes=0,
         )
         for section in profile.sections
     ]  # fmt: skip

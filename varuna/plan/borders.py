@@ -240,6 +240,9 @@ class BorderTable:
         tapered: list[int] = []
         before = MANY
         for row, limit in zip(range(len(limits), 0, -1), limits, strict=True):
+            if limit == 0 and before == MANY:  # nothing is lowered so far: the schedule's own
+                tapered.append(0)
+                continue
             own = limit or int(self._arguments[5][row, LIMIT])
             most = max(row, before - 1)
             before = min(own, most)
