@@ -75,7 +75,7 @@ class _ForkedZygote:
 
 
 def _fork_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[Any, Channel]:
-    """In the place of ``local._start_zygote``, which executes a new interpreter."""
+    """In the place of ``local.start_zygote``, which executes a new interpreter."""
     del num_workers
     ours, its = socket.socketpair()
     pid = os.fork()
@@ -94,7 +94,7 @@ def _fork_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[Any, Cha
 
 def _be_command(request: Mapping[str, Any]) -> int:
     """In a forked child: the `varuna` command."""
-    local._start_zygote = _fork_zygote  # type: ignore[assignment]
+    local.start_zygote = _fork_zygote  # type: ignore[assignment]
     sys.argv = ["varuna", *request["arguments"]]
     job: ForkedJob | None = None
     try:

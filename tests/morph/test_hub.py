@@ -11,7 +11,7 @@ import pytest
 
 from varuna.errors import ProtocolError
 from varuna.morph.event_log import EventLog
-from varuna.morph.hub import RECONNECT_S, Connection, Hub
+from varuna.morph.hub import RECONNECT_S, START_PATIENCE, Connection, Hub
 from varuna.morph.instructions import Instruction
 from varuna.morph.messages import (
     Beat,
@@ -154,6 +154,16 @@ def test_a_worker_whose_process_has_ended_is_not_missed() -> None:
     here.pass_time(LIMIT_S + 1, "w0", "w2")
     assert len(here.hub.events.after(0)) == events
     assert here.sent(here.agent) == []
+
+
+def test_a_worker_that_is_just_starting_has_more_time() -> None:
+    here = Here(1)
+    here.hub.from_agent("vm", encode(WorkerStarted(incarnation="new", machine="vm")))
+    here.workers["new"] = here.hub.worker_connected("new")
+    here.pass_time(START_PATIENCE * LIMIT_S - 1, "w0")
+    assert here.status("new") is WorkerStatus.STARTED
+    here.pass_time(1.5, "w0")
+    assert here.status("new") is WorkerStatus.GONE
 
 
 def test_a_manager_that_was_started_again_gives_its_workers_time_to_find_it() -> None:

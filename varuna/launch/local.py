@@ -11,23 +11,19 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
-import varuna
 from varuna.failure import FailureRecord, read_record, record_path
 from varuna.launch.job import LocalJob, worker_environ
 from varuna.launch.morphing import Morphing
 from varuna.launch.output import Output, PrefixedStream, say
 from varuna.launch.processes import adopt_orphans, kill_children, kill_group
 from varuna.launch.protocol import (
-    Channel,
     Exited,
     Ready,
     SendSignal,
@@ -42,6 +38,7 @@ from varuna.launch.report import describe_end, failure_report
 from varuna.launch.signals import SignalInbox
 from varuna.launch.supervise import Supervisor, WorkerEnd
 from varuna.launch.timing import StartTiming
+from varuna.launch.zygote_process import start_zygote
 from varuna.morph.messages import JobEnded, StartWorker, StopWorker
 
 STORE_NAME = "store"
@@ -49,10 +46,7 @@ MANAGER_NAME = "manager"
 _HOST = "127.0.0.1"
 _ZYGOTE_EXIT_TIMEOUT_S = 1.0
 _NOTICE_BYTES = 65536
-_ZYGOTE_CODE = "import sys; sys.path.append(sys.argv.pop(1)); from varuna.launch.zygote import main; main()"
 _SHOW_CURSOR = "\x1b[?25h"  # a progress line that was killed may have hidden it
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # MKL follows OMP
-_ONE_THREAD_ALONE = ("OPENBLAS_NUM_THREADS",)  # numpy would start its threads before the fork
 
 
 def run_local(job: LocalJob, environ: Mapping[str, str]) -> int:
@@ -82,6 +76,7 @@ class _Launcher:
         self._supervisor = Supervisor(job.num_workers, is_managed=job.morph is not None)
         self._num_workers = job.num_workers  # ever started or to be started
         self._local_ranks: dict[int, int] = {}  # of living workers
+        self._fenced: set[int] = set()  # workers that the manager had killed
         self._store: StoreReady | None = None
         self._output = Output(job.log_dir, "all" if job.show_all else "first")
         self._token = secrets.token_hex(16)
@@ -90,7 +85,7 @@ class _Launcher:
         os.set_blocking(self._notices, False)
         self._partial_notice = b""
         self._selector = selectors.DefaultSelector()
-        self._zygote, self._channel = _start_zygote(environ, job.num_workers)
+        self._zygote, self._channel = start_zygote(environ, job.num_workers)
         self._morphing: Morphing | None = None
         if job.morph is not None:
             self._morphing = Morphing(
@@ -198,13 +193,17 @@ class _Launcher:
                     for _ in range(order.count):
                         self._start_newcomer()
                 case StopWorker():
-                    worker_index = self._morphing.agent.worker_index_of(order.incarnation)
-                    if worker_index is not None:
-                        name = _worker_name(worker_index)
-                        self._channel.send(SendSignal(name=name, signum=signal.SIGKILL, with_children=True))
+                    self._stop_worker(self._morphing.agent.worker_index_of(order.incarnation))
                 case JobEnded():
                     if order.failure:
                         self._supervisor.job_failed(order.failure, now_s)
+
+    def _stop_worker(self, worker_index: int | None) -> None:
+        if worker_index is not None and worker_index in self._local_ranks:
+            self._fenced.add(worker_index)
+            say(f"worker {worker_index} does not answer and is killed; the others go on")
+            name = _worker_name(worker_index)
+            self._channel.send(SendSignal(name=name, signum=signal.SIGKILL, with_children=True))
 
     def _started(self, worker_index: int) -> None:
         self._supervisor.worker_started(worker_index)
@@ -226,7 +225,7 @@ class _Launcher:
         if self._morphing is not None:
             failure = "" if record is None else record.summary()
             self._morphing.agent.worker_exited(worker_index, report.code, failure)
-        if goes_on:
+        if goes_on and worker_index not in self._fenced:
             end = WorkerEnd(worker_index=worker_index, code=report.code, record=record)
             say(f"{describe_end(end)}; the others go on")
 
@@ -290,22 +289,6 @@ class _Launcher:
             everything = due.signum == signal.SIGKILL
             name = _worker_name(due.worker_index)
             self._channel.send(SendSignal(name=name, signum=due.signum, with_children=everything))
-
-
-def _start_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start it in a session of its own, so that the terminal's signals reach the launcher alone."""
-    ours, its = socket.socketpair()
-    package_root = str(Path(varuna.__file__).parent.parent)
-    threads = _ONE_THREAD if num_workers > 1 else _ONE_THREAD_ALONE
-    with its:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _ZYGOTE_CODE, package_root, str(its.fileno())],
-            env={**dict.fromkeys(threads, "1"), **environ},
-            pass_fds=(its.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return process, Channel(ours)
 
 
 def _worker_name(worker_index: int) -> str:

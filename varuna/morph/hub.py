@@ -35,6 +35,9 @@ from varuna.morph.state import Manager
 HEARTBEAT_LIMIT_S = 10.0
 """A worker that is silent for so long is fenced."""
 
+START_PATIENCE = 6
+"""A worker that is in no generation yet gets so many times the limit: it imports, captures and compiles."""
+
 RECONNECT_S = 5.0
 """What workers get beyond that to find a manager that was started again."""
 
@@ -277,6 +280,10 @@ class Hub:
 
     def _suspected(self, suspect: Suspect) -> None:
         """Fence it, unless nobody would be left: then nobody gains by it, and it may yet come back."""
+        worker = self.manager.job.workers.get(suspect.worker)
+        starts = worker is None or worker.status is WorkerStatus.STARTED
+        if starts and suspect.silent_s < START_PATIENCE * self._hearts.limit_s:
+            return
         reason = f"no sign of life for {suspect.silent_s:.1f} s"
         if suspect.all_are_silent or len(self._hearts.live()) == 1:
             if not self._was_silent:
