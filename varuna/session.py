@@ -66,7 +66,7 @@ from varuna.run.precision import AutocastSpec, LossScaler, Precision
 from varuna.run.random import preserved_generators
 from varuna.run.reform import Worker
 from varuna.run.start import StartRequest, start_job, start_newcomer
-from varuna.run.startup import join_world, leader_first, pick_device, tokens_per_sample
+from varuna.run.startup import join_world, pick_device, tokens_per_sample
 from varuna.run.trace import Recording, TraceCollector
 from varuna.spec import Plan, SectionSpec, Step
 
@@ -250,8 +250,8 @@ class Varuna:
             size = micro_batch_size or generation.plan.micro_batch_size
             generation.calls.meet(f"evaluate (of {len(dataset)} samples by {size})")
             partitions = generation.partitions
-            leader_first(
-                generation.world, "evaluate", lambda: partitions.get(None, EXAMPLE_NUM_SAMPLES, training=False)
+            generation.calls.in_turn(
+                "evaluate (captured)", lambda: partitions.get(None, EXAMPLE_NUM_SAMPLES, training=False)
             )
             return generation.evaluate(dataset, size)
 

@@ -145,10 +145,11 @@ def _work(worker: int, store: Store, control: ScriptedControl, fault: Fault | No
     steps = [
         dataclasses.asdict(step) for step in job.train(1000 if joins else NUM_STEPS) if step.index < NUM_STEPS
     ]
+    loss = job.evaluate(training.dataset, batch_size=4)
     state = job.full_state_dict()
     job.close()
     fired = fault is not None and fault.has_fired
-    return {"steps": steps, "state": jobs.encode(state), "fired": fired, "rank": job.rank}
+    return {"steps": steps, "loss": loss, "state": jobs.encode(state), "fired": fired, "rank": job.rank}
 
 
 def _port(store: Store) -> int:
@@ -171,6 +172,14 @@ def undisturbed() -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     return ran.state, ran.steps
 
 
+@functools.cache
+def undisturbed_loss() -> float:
+    """Of an evaluation after the last step."""
+    value = run([members([0], 1)])[0].value
+    assert isinstance(value, dict)
+    return float(value["loss"])
+
+
 def check_equal(outcomes: Sequence[WorkerOutcome], worker: int) -> None:
     """The state that ``worker`` gathered, and every step it saw, are those of the undisturbed run."""
     check_steps(outcomes, worker)
@@ -180,6 +189,8 @@ def check_equal(outcomes: Sequence[WorkerOutcome], worker: int) -> None:
     for name, value in state.items():
         difference = (found[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
         assert difference <= 1e-12, (name, difference)
+    losses = [outcome.value["loss"] for outcome in outcomes if isinstance(outcome.value, dict)]
+    assert losses == pytest.approx([undisturbed_loss()] * len(losses), rel=1e-12)
 
 
 def check_steps(outcomes: Sequence[WorkerOutcome], worker: int, *, first: int = 0) -> None:

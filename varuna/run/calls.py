@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -19,6 +21,7 @@ from varuna.run.world import World
 
 _POLL_S = 0.01
 _END = "the end of its script"
+_T = TypeVar("_T")
 
 
 class Calls:
@@ -62,6 +65,18 @@ class Calls:
         for rank in range(self._world.size):
             if rank != self._world.rank:
                 self._wait_for(rank, call)
+
+    def in_turn(self, call: str, work: Callable[[], _T]) -> _T:
+        """Do ``work`` on rank 0 and each machine's first worker, then on the others: it is in the cache.
+
+        Raises:
+            ProtocolError, PeerLost: as ``meet``.
+        """
+        leads = self._world.rank == 0 or self._world.local_rank == 0
+        if leads:
+            result = work()
+        self.meet(call)
+        return result if leads else work()
 
     def _wait_for(self, rank: int, call: str) -> None:
         mine = self._made[0]
