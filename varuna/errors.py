@@ -85,3 +85,10 @@ class WeightsDiffer(RunError):
 
 class NonFiniteLoss(RunError):
     """Loss or gradient became infinite or not-a-number."""
+
+
+class WantedEnd(SystemExit):
+    """No error: this worker's script ends here, exit code 0, because that was asked for (it left, say)."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.config import LayoutConfig, ProfileConfig, TraceConfig, WorldConfig, cache_dir
-from varuna.errors import PeerLost, ProtocolError, RunError
+from varuna.errors import PeerLost, ProtocolError, RunError, WantedEnd
 from varuna.events import Evaluated, Event, EventBus, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
 from varuna.morph.control import ManagedControl
@@ -61,7 +61,6 @@ from varuna.run.member import Control, Member
 from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions
-from varuna.run.planning import ProfileWritten
 from varuna.run.precision import AutocastSpec, LossScaler, Precision
 from varuna.run.random import preserved_generators
 from varuna.run.reform import Worker
@@ -464,7 +463,7 @@ class Varuna:
         """Whatever goes wrong inside is told to the other workers, and none of them waits any longer."""
         try:
             yield
-        except ProfileWritten:  # the end that was asked for
+        except WantedEnd:
             raise
         except PeerLost as error:
             self._give_up(error)

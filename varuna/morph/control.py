@@ -13,7 +13,7 @@ import threading
 from collections.abc import MutableMapping
 from typing import Protocol
 
-from varuna.errors import ConfigError, RunError
+from varuna.errors import ConfigError, RunError, WantedEnd
 from varuna.generations import Formation, HaltReport, Verdict
 from varuna.morph.link import Link, Refusal
 from varuna.morph.messages import (
@@ -153,11 +153,11 @@ class ManagedControl:
             if isinstance(order, Refusal):
                 self._orders.put(order)  # it stays so
                 if order.status == FENCED_STATUS:
-                    raise SystemExit(0)
+                    raise WantedEnd
                 raise RunError(f"The manager at {self._url} refuses this worker: {order.reason}.")
             if isinstance(order, Leave):
                 self.close()
-                raise SystemExit(0)
+                raise WantedEnd
             if order.formation.generation > self._newest_order:  # a restarted manager may repeat itself
                 self._newest_order = order.formation.generation
                 if order.formation.rank == 0:

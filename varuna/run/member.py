@@ -32,7 +32,7 @@ class Control(Protocol):
         """A newcomer has captured the model and can take sections; wait for a place. ``digest`` is of them."""
 
     def halted(self, report: HaltReport) -> Verdict:
-        """Report, and wait for what follows. Raises ``SystemExit`` if this worker is to leave."""
+        """Report, and wait for what follows. Raises ``WantedEnd`` if this worker is to leave."""
 
     def forming(self, generation: Generation) -> None:
         """A generation is about to be formed here; from now on it may be told to ``abort``, from any thread."""

@@ -10,6 +10,7 @@ import msgspec
 from torch import Tensor
 
 from varuna.config import LayoutConfig, ProfileConfig
+from varuna.errors import WantedEnd
 from varuna.events import ProfileMeasured
 from varuna.plan import PlanChoice, simple_plan
 from varuna.plan.profile_file import write_profile
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from varuna.run.start import Publish, StartRequest
 
 
-class ProfileWritten(SystemExit):
+class ProfileWritten(WantedEnd):
     """The profile that was asked for is in its file: the script ends here, in good order, on every worker."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 @dataclass(frozen=True, kw_only=True)
