@@ -1,4 +1,7 @@
-"""``python -m benchmarks [name ...]``: run those named (``single``, ``jitter``, ...), or all."""
+"""``python -m benchmarks [name ...] [option ...]``: run those named (``single``, ``jitter``, ...), or all.
+
+Options (``--repeats 9``) are passed on to each of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ NAMES = (
     "jitter",
     "start",
     "simulator",
+    "real_steps",
     "best_plan",
     "reference",
     "choose",
@@ -23,7 +27,9 @@ NAMES = (
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(NAMES)
+    given = sys.argv[1:]
+    first_option = next((index for index, text in enumerate(given) if text.startswith("-")), len(given))
+    names, options = given[:first_option] or list(NAMES), given[first_option:]
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         print(f"Unknown benchmarks: {', '.join(unknown)}. Known: {', '.join(NAMES)}.", file=sys.stderr)
@@ -33,7 +39,7 @@ def main() -> int:
         if name == "jitter" and os.geteuid() != 0:
             print("jitter: left out, it needs root for network namespaces.\n", flush=True)
             continue
-        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}"]
+        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *options]
         if subprocess.run(command, check=False).returncode != 0:
             failed.append(name)
     if failed:

@@ -117,6 +117,7 @@ def leaves_in_the_middle(context: Context) -> float:
     """Worker 1 ends with an all-reduce under way that nobody joins; 0 waits for 1, and 2 waits for 0."""
     groups = context.groups()
     groups.prepare([(0, 1), (0, 2), (1, 2)])
+    groups.all.barrier()  # nobody leaves while another one still connects
     started_s = time.monotonic()
     if context.rank == 1:
         pending = groups.of((1, 2)).start_all_reduce_sum(torch.ones(1 << 20))

@@ -198,18 +198,17 @@ class ProcessSource:
 
     def take(self) -> Fetched:
         """See ``Source``."""
-        answers = self._answers
-        if answers is None:
+        if self._answers is None:
             raise PeerLost(_ENDED)
         if self._failed is not None:
             raise self._failed
         try:
-            answer = next(answers)
+            answer = next(self._answers)  # nobody else may refer to it, a traceback neither: see close
         except RuntimeError as error:  # what DataLoader raises if a process of its own is gone
             raise DataError(
                 f"A data worker process died: {error}. If it was killed for memory, use fewer data workers or "
                 "a smaller micro-batch; num_data_workers=0 loads without processes."
-            ) from error
+            ) from error.with_traceback(None)
         if isinstance(answer, Fetched):
             return answer
         self._failed = answer.to_error()
