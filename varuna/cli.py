@@ -65,7 +65,9 @@ def main() -> None:
 @click.option("-p", "--stages", type=_UP, help="Stages per pipeline. Default: chosen.")
 @click.option("-b", "--micro-batch-size", type=_UP, help="Samples per micro-batch. Default: chosen.")
 @click.option(
-    "--schedule", type=click.Choice(SCHEDULE_NAMES), help="Order of work in a stage. Default: varuna."
+    "--schedule",
+    type=click.Choice(SCHEDULE_NAMES),
+    help="Order of work in a stage. Default: chosen; varuna if nothing is measured.",
 )
 @click.option(
     "--recompute/--no-recompute",
