@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.config import LayoutConfig, ProfileConfig, TraceConfig, WorldConfig, cache_dir
-from varuna.errors import PeerLost, ProtocolError, RunError, WantedEnd
-from varuna.events import Evaluated, Event, EventBus, Notice, StepFinished, TrainFinished, TrainStarted
+from varuna.errors import PeerLost, RunError, WantedEnd
+from varuna.events import Evaluated, Event, Listener, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
 from varuna.morph.control import ManagedControl
 from varuna.morph.messages import Described
@@ -41,6 +41,7 @@ from varuna.run.arguments import (
     checked_num_steps,
     checked_seed,
 )
+from varuna.run.call_log import Call, CallLog
 from varuna.run.commit import apply_update, decide, nominal_weight_of
 from varuna.run.data import check_dataset
 from varuna.run.failure import explain_peer_loss, publish_failure
@@ -50,7 +51,6 @@ from varuna.run.generation import EvaluationSums, Generation
 from varuna.run.groups import World
 from varuna.run.job import JobSpec, LossWeight
 from varuna.run.job_state import (
-    Call,
     decode_job_state,
     encode_job_state,
     job_state,
@@ -62,6 +62,7 @@ from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
 from varuna.run.partitions import EXAMPLE_NUM_SAMPLES, PartitionOptions
 from varuna.run.precision import AutocastSpec, LossScaler, Precision
+from varuna.run.publisher import Publisher
 from varuna.run.random import preserved_generators
 from varuna.run.reform import Worker
 from varuna.run.start import StartRequest, start_job, start_newcomer
@@ -182,14 +183,11 @@ class Varuna:
             traced_steps=self._trace.steps if self._trace is not None else range(0),
         )
         self._scaler = LossScaler.initial(number_format)
-        self._bus = EventBus()
-        self._progress = progress
+        self._publish = Publisher(_listener(progress), lambda: self.rank == 0).publish
         self._step_index = 0
         self._member: Member | None = None
         self._control: JobControl | None = ManagedControl.from_env(os.environ)
-        self._calls: list[Call] = []
-        self._num_calls = 0
-        self._num_calls_at_join = 0
+        self._calls = CallLog()
         self._store: Store | None = None
         self._collector: TraceCollector | None = None
         self._broken = ""
@@ -227,7 +225,7 @@ class Varuna:
         """
         num_steps = checked_num_steps(num_steps)
         self._started()
-        call, is_over = self._begin("train")
+        call, is_over = self._calls.begin("train")
         return iter(()) if is_over else self._train(call, num_steps)
 
     def evaluate(self, dataset: MapDataset, batch_size: int | None = None) -> float:
@@ -240,7 +238,7 @@ class Varuna:
         check_dataset(dataset)
         micro_batch_size = None if batch_size is None else checked_batch_size(batch_size)
         member = self._started()
-        made, _ = self._begin("evaluate")
+        made, _ = self._calls.begin("evaluate")
         if made.value is not None:
             return made.value
         started_s = time.monotonic()
@@ -272,7 +270,7 @@ class Varuna:
             return gather_state(self._model, generation)
 
         member = self._started()
-        _, is_over = self._begin("full_state_dict")
+        _, is_over = self._calls.begin("full_state_dict")
         if is_over:
             return {}
         with self._guarded():
@@ -323,15 +321,6 @@ class Varuna:
         member.join()
         return member
 
-    def _publish(self, event: Event) -> None:
-        """Worker 0 tells, whoever it is now."""
-        if self.rank != 0:
-            return
-        if self._progress:
-            self._bus.subscribe(progress_listener() if self._progress is True else self._progress)
-            self._progress = False
-        self._bus.publish(event)
-
     def _describe(self, generation: Generation) -> None:
         """Tell the manager what it plans for."""
         if self._control is None or generation.world.rank != 0:
@@ -358,31 +347,17 @@ class Varuna:
     def _tell_state(self) -> bytes:
         """What every member has besides its sections, for those that join."""
         return encode_job_state(
-            job_state(self._step_index, self._scaler, self._optimizer, self._lr_scheduler, self._calls)
+            job_state(self._step_index, self._scaler, self._optimizer, self._lr_scheduler, self._calls.calls)
         )
 
     def _take_state(self, data: bytes) -> None:
         state = decode_job_state(data)
         self._step_index = state.step_index
         self._scaler = self._scaler.with_state(state.scaler)
-        self._calls = state.calls
-        self._num_calls_at_join = len(state.calls)
+        self._calls.take(state.calls)
         load_options(self._optimizer, state.param_groups)
         if self._lr_scheduler is not None:
             load_schedule(self._lr_scheduler, state.lr_scheduler)
-
-    def _begin(self, name: str) -> tuple[Call, bool]:
-        """The next call of the script, and whether the others had made it before this newcomer came."""
-        if self._num_calls == len(self._calls):
-            self._calls.append(Call(name=name))
-        call = self._calls[self._num_calls]
-        self._num_calls += 1
-        if call.name != name:
-            raise ProtocolError(
-                f"Call {self._num_calls} of this worker's script is {name}, and was {call.name} on the workers "
-                f"that were there before it. Every worker must run the same script."
-            )
-        return call, self._num_calls < self._num_calls_at_join
 
     def _save_trace(self, recording: Recording) -> None:
         assert self._trace is not None
@@ -393,14 +368,12 @@ class Varuna:
 
     def _train(self, call: Call, num_steps: int) -> Iterator[Step]:
         started_s = time.monotonic()
-        if call.end_step is None:
-            call.end_step = self._step_index + num_steps
-        first_step = self._step_index
-        self._publish(TrainStarted(first_step=first_step, num_steps=call.end_step - first_step))
+        end_step, first_step = self._calls.end_of(call, num_steps), self._step_index
+        self._publish(TrainStarted(first_step=first_step, num_steps=max(0, end_step - first_step)))
         num_done = 0
         error = ""
         try:
-            while self._step_index < call.end_step:
+            while self._step_index < end_step:
                 generation_index = self._started().generation.index
                 step = self._step()
                 num_done += 1
@@ -411,8 +384,12 @@ class Varuna:
             if self._collector is not None:
                 with self._guarded():
                     self._collector.collect()
+        except GeneratorExit:
+            if self._step_index < end_step:
+                self._calls.leave(call, self._step_index)
+            raise
         except BaseException as raised:
-            error = "" if isinstance(raised, GeneratorExit) else f"{type(raised).__name__}: {raised}"
+            error = f"{type(raised).__name__}: {raised}"
             raise
         finally:
             duration_s = time.monotonic() - started_s
@@ -467,13 +444,18 @@ class Varuna:
             raise
         except PeerLost as error:
             self._give_up(error)
-            assert self._store is not None
-            raise explain_peer_loss(self._store, self._generation_index, error) from error
+            raise explain_peer_loss(self._current_store, self._generation_index, error) from error
         except BaseException as error:
-            assert self._store is not None
-            publish_failure(self._store, self._generation_index, self.rank, error)
+            publish_failure(self._current_store, self._generation_index, self.rank, error)
             self._give_up(error)
             raise
+
+    @property
+    def _current_store(self) -> Store:
+        """The one that the members of this generation share."""
+        store = self._store if self._member is None else self._member.generation.world.store
+        assert store is not None, "not started"
+        return store
 
     @property
     def _generation_index(self) -> int:
@@ -483,3 +465,10 @@ class Varuna:
         self._broken = f"an error ended it ({type(error).__name__}: {error})"
         if self._member is not None:
             self._member.generation.abort(f"{type(error).__name__}: {error}")
+
+
+def _listener(progress: bool | Callable[[Event], None]) -> Callable[[], Listener] | None:
+    """Who is told what happens: nobody, a person at the terminal, or the user's own function."""
+    if isinstance(progress, bool):
+        return progress_listener if progress else None
+    return lambda: progress

@@ -11,24 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.errors import OptimizerError
+from varuna.run.call_log import Call
 from varuna.run.precision import LossScaler
 
 _ITEMS = "items of a mapping"
 """Marks a mapping whose keys are no strings, such as the milestones of ``MultiStepLR``."""
-
-
-class Call(msgspec.Struct, kw_only=True):
-    """One call that all workers make together, in the order of the script.
-
-    Attributes:
-        name: ``train``, ``evaluate`` or ``full_state_dict``.
-        end_step: of ``train``: where it ends; None until its first step.
-        value: of ``evaluate``: what it returned; None until it has.
-    """
-
-    name: str
-    end_step: int | None = None
-    value: float | None = None
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,100 @@
+"""Which calls the script has made, in order: what a newcomer, or a job that was started again, has to know.
+
+``train``, ``evaluate`` and ``full_state_dict`` are calls that all workers make together. A newcomer runs the
+same script from its beginning: calls that were over when it came are passed over, the one under way it joins.
+
+Where a ``train`` call ends is counted from step 0: each begins where the one before it has ended. So a job that
+is started again and goes on from a checkpoint passes through its first ``train`` calls without a step until it
+comes to the one in which the checkpoint was written; all other calls it makes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from varuna.errors import ProtocolError
+
+TRAIN = "train"
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """One call that all workers make together, in the order of the script.
+
+    Attributes:
+        name: ``train``, ``evaluate`` or ``full_state_dict``.
+        end_step: of ``train``: where it ends; None until its first step.
+        was_left: of ``train``: its loop was left before that; ``end_step`` is where.
+        value: of ``evaluate``: what it returned; None until it has.
+    """
+
+    name: str
+    end_step: int | None = None
+    was_left: bool = False
+    value: float | None = None
+
+
+class CallLog:
+    """The calls of this worker's script and of those that were there before it."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._num_made = 0
+        self._num_before = 0
+        self._resumed: list[Call] = []
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """All made so far in this life of the job; the last one may be under way."""
+        return tuple(self._calls)
+
+    @property
+    def train_calls(self) -> tuple[Call, ...]:
+        """The ``train`` calls over the life of the job: what a checkpoint keeps."""
+        made = [call for call in self._calls if call.name == TRAIN]
+        return (*made, *self._resumed[len(made) :])
+
+    def begin(self, name: str) -> tuple[Call, bool]:
+        """The next call of the script, and whether the others had made it before this newcomer came.
+
+        Raises:
+            ProtocolError: the others had made another one.
+        """
+        if self._num_made == len(self._calls):
+            self._calls.append(Call(name=name))
+        call = self._calls[self._num_made]
+        self._num_made += 1
+        if call.name != name:
+            raise ProtocolError(
+                f"Call {self._num_made} of this worker's script is {name}, and was {call.name} on the workers "
+                f"that were there before it. Every worker must run the same script."
+            )
+        return call, self._num_made < self._num_before
+
+    def end_of(self, call: Call, num_steps: int) -> int:
+        """Where a ``train`` call of this log ends that is about to make its first step here."""
+        if call.end_step is None:
+            trains = [one for one in self._calls if one.name == TRAIN]
+            index = [one is call for one in trains].index(True)
+            before = self._resumed[index] if index < len(self._resumed) else None
+            if before is not None and before.was_left:
+                call.end_step, call.was_left = before.end_step, True
+            else:
+                begins = [one.end_step for one in trains[:index] if one.end_step is not None]
+                call.end_step = (begins[-1] if begins else 0) + num_steps
+        assert call.end_step is not None
+        return call.end_step
+
+    def leave(self, call: Call, step_index: int) -> None:
+        """The loop of a ``train`` call was left before its end."""
+        call.end_step, call.was_left = step_index, True
+
+    def take(self, calls: Sequence[Call]) -> None:
+        """This worker is a newcomer: what the others have made."""
+        self._calls = list(calls)
+        self._num_before = len(self._calls)
+
+    def resume(self, train_calls: Sequence[Call]) -> None:
+        """The job was started again: the ``train`` calls that a checkpoint knows of."""
+        self._resumed = list(train_calls)

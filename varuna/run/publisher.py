@@ -1,0 +1,30 @@
+"""Who tells people what happens: worker 0, whoever that is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from varuna.events import Event, EventBus, Listener
+
+
+class Publisher:
+    """Hands events to the user's listener, or shows progress, on worker 0.
+
+    Args:
+        listener: makes what is told; asked once, when this worker first is worker 0. None: nobody is told.
+        is_first: whether this worker is worker 0 now.
+    """
+
+    def __init__(self, listener: Callable[[], Listener] | None, is_first: Callable[[], bool]) -> None:
+        self._bus = EventBus()
+        self._listener = listener
+        self._is_first = is_first
+
+    def publish(self, event: Event) -> None:
+        """Tell one event, if this worker is the one that tells."""
+        if not self._is_first():
+            return
+        if self._listener is not None:
+            self._bus.subscribe(self._listener())
+            self._listener = None
+        self._bus.publish(event)
