@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 
 from varuna.morph.views import LoggedEvent
@@ -21,7 +21,15 @@ class EventLog:
         self._is_closed = False
         self._changed = asyncio.Event()
 
-    def add(self, kind: str, text: str, generation: int, *, step_index: int | None = None) -> None:
+    def add(
+        self,
+        kind: str,
+        text: str,
+        generation: int,
+        *,
+        step_index: int | None = None,
+        figures: Mapping[str, float] | None = None,
+    ) -> None:
         """One more."""
         self._newest += 1
         self._events.append(
@@ -32,6 +40,7 @@ class EventLog:
                 text=text,
                 generation=generation,
                 step_index=step_index,
+                figures=dict(figures or {}),
             )
         )
         self._wake()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from varuna.morph.messages import ToAgent, ToWorker
 
@@ -17,10 +18,17 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Tell:
-    """A decision or an event for people, in one line; ``kind`` is a word to filter by."""
+    """A decision or an event for people, in one line.
+
+    Attributes:
+        text: the line.
+        kind: a word to filter by.
+        figures: its numbers by name, for programs.
+    """
 
     text: str
     kind: str
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

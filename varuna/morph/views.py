@@ -19,6 +19,8 @@ class LoggedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
         text: for people.
         generation: in which it happened.
         step_index: of the step that it is about.
+        figures: its numbers by name: for ``running``, how many ``workers`` of ``members`` have work, and seconds
+            of the morph before it (``times.py``).
     """
 
     number: int
@@ -27,6 +29,7 @@ class LoggedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str
     generation: int
     step_index: int | None = None
+    figures: dict[str, float] = {}
 
 
 class WorkerState(Struct, frozen=True, kw_only=True):
@@ -40,6 +43,7 @@ class WorkerState(Struct, frozen=True, kw_only=True):
         leaving: who asked it to go; empty if nobody did.
         gone_reason: why it is gone.
         is_connected: its line to the manager is up.
+        pid: of its process on its machine; 0 if not known.
     """
 
     incarnation: str
@@ -50,6 +54,7 @@ class WorkerState(Struct, frozen=True, kw_only=True):
     leaving: str
     gone_reason: str
     is_connected: bool
+    pid: int = 0
 
 
 class Status(Struct, frozen=True, kw_only=True):

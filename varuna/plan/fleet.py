@@ -76,7 +76,7 @@ def replay_fleet(trace: FleetTrace, planner: Planner, options: FleetOptions) -> 
         PlanError: no moment of the trace has enough machines.
     """
     replay = _Replay(planner, options)
-    for time_s, event in _events(trace, options):
+    for time_s, event in fleet_events(trace, options):
         if time_s >= trace.end_s:
             break
         replay.advance(time_s)
@@ -105,7 +105,7 @@ def replay_fleet(trace: FleetTrace, planner: Planner, options: FleetOptions) -> 
     )
 
 
-def _events(trace: FleetTrace, options: FleetOptions) -> list[tuple[float, FleetChange | str]]:
+def fleet_events(trace: FleetTrace, options: FleetOptions) -> list[tuple[float, FleetChange | str]]:
     """Changes, and the notices (a machine's name) that come before some of them, ascending in time."""
     events: list[tuple[float, int, FleetChange | str]] = []
     added_s: dict[str, float] = {}

@@ -145,7 +145,7 @@ def _from_counts(lines: list[_Line], name: str) -> FleetTrace:
         if count is None or not 0 <= count <= MOST_MACHINES:
             raise _error(name, line, f"node count {line.fields[1]!r} is {_COUNT}")
         moments[time_s] = count
-    return FleetTrace(name=name, changes=_changes_of(moments), end_s=max(moments))
+    return counted_trace(name, moments, end_s=max(moments))
 
 
 def _from_json(text: str, name: str) -> FleetTrace:
@@ -170,7 +170,12 @@ def _from_json(text: str, name: str) -> FleetTrace:
             line = _line_of(text, '"data"', index)
             raise ConfigError(f"{name}, line {line}: data[{index}] is {json.dumps(count)}, {_COUNT}.")
     moments = {index * float(gap_s): count for index, count in enumerate(counts)}
-    return FleetTrace(name=name, changes=_changes_of(moments), end_s=len(counts) * float(gap_s))
+    return counted_trace(name, moments, end_s=len(counts) * float(gap_s))
+
+
+def counted_trace(name: str, moments: Mapping[float, int], *, end_s: float) -> FleetTrace:
+    """A trace from counts: ``moments`` maps seconds, ascending, to how many machines there are from then on."""
+    return FleetTrace(name=name, changes=_changes_of(moments), end_s=end_s)
 
 
 def _timed(lines: list[_Line], name: str) -> Iterator[tuple[_Line, float]]:
