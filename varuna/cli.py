@@ -11,10 +11,12 @@ from pathlib import Path
 
 import click
 
+from varuna.cli_audit import audit
 from varuna.cli_fleet import profiles
 from varuna.cli_morph import events, preempt, status, workers
 from varuna.cli_plan import plan
 from varuna.cli_profile import profile
+from varuna.cli_replay import replay
 from varuna.cli_simulate import simulate
 from varuna.cli_timeline import timeline
 from varuna.config import SCHEDULE_NAMES, LayoutConfig, MorphConfig, ProfileConfig, TraceConfig
@@ -173,11 +175,13 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
 main.add_command(plan)
 main.add_command(profile)
 main.add_command(simulate)
+main.add_command(replay)
 main.add_command(profiles)
 main.add_command(timeline)
 main.add_command(status)
 main.add_command(events)
 main.add_command(preempt)
+main.add_command(audit)
 main.add_command(workers)
 
 

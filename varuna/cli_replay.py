@@ -10,7 +10,7 @@ import click
 _SECONDS = click.FloatRange(min=0)
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command()
 @click.option("--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
               help="Seconds of the trace in a second of the job.")  # fmt: skip
 @click.option("--max-workers", type=click.IntRange(min=2), default=6, show_default=True,
@@ -20,13 +20,15 @@ _SECONDS = click.FloatRange(min=0)
               help="Where to begin, in seconds of the trace.")  # fmt: skip
 @click.option("--until", "until_s", type=_SECONDS, help="Where to end. Default: its end.")
 @click.option("--notice", "notice_s", type=_SECONDS, default=0.0, show_default=True,
-              help="Tell workers so long before they are killed, in seconds of the job. 0: not at all.")  # fmt: skip
+              help="Seconds of the job from telling a worker to killing it. 0: not told.")  # fmt: skip
 @click.option("--sudden-share", type=click.FloatRange(0, 1), default=0.0, show_default=True,
               help="Share of workers that are killed without notice.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of who that is.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures.")
 @click.argument("trace", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[RUN OPTIONS] SCRIPT ...")
+@click.argument(
+    "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- [RUN OPTIONS] SCRIPT ..."
+)
 def replay(
     *,
     speed: float,
@@ -43,10 +45,10 @@ def replay(
 ) -> None:
     """Run SCRIPT with workers that come and go as the machines of TRACE did.
 
-    varuna replay --speed 60 --until 3600 fleet.csv -- --stages 2 train.py
+    varuna replay fleet.csv --speed 60 --until 3600 -- --stages 2 train.py
 
-    What follows the trace is as for `varuna run`, but for --workers. The job is ended with the trace; a table
-    tells what was trained, and what of it is missing to a job for which changes cost nothing.
+    What follows -- is as for `varuna run`, but for --workers. The job is ended with the trace; a table tells
+    what was trained, and what of it is missing to a job for which changes cost nothing.
     """
     import msgspec
 

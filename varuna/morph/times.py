@@ -1,4 +1,4 @@
-"""What a morph took, from when the first member stood still until the next generation was open everywhere. Pure."""
+"""What a morph took: from when the first member stood still until the next generation was open everywhere."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ meet in new groups, sections change hands, stages and streams are made anew."""
 def morph_times(job: JobRecord, now_s: float) -> dict[str, float]:
     """Seconds by part, and ``stood_s`` in all, of the morph that ends now.
 
-    Deciding is what the member that reported last waited for its order. Meeting, transfer and rebuilding are those
-    of the member for which transfer took longest: what the others do meanwhile is wait for it.
+    Deciding is what the member that reported last waited for its order. Meeting, transfer and rebuilding are
+    those of the member for which transfer took longest: what the others do meanwhile is wait for it.
     """
     assert job.stopped_s is not None
     times = list(job.generation.formed.values())

@@ -19,8 +19,8 @@ class LoggedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
         text: for people.
         generation: in which it happened.
         step_index: of the step that it is about.
-        figures: its numbers by name: for ``running``, how many ``workers`` of ``members`` have work, and seconds
-            of the morph before it (``times.py``).
+        figures: its numbers by name: for ``running``, how many ``workers`` of ``members`` have work, and what
+            the morph before it took (``times.py``).
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Replays a fleet's trace against a real job on this machine: workers are started and killed as machines came and went.
+"""Replays a fleet's trace against a real job on this machine: workers come and go as its machines did.
 
     from varuna.plan.fleet import FleetOptions
     from varuna.plan.fleet_trace import read_trace
@@ -9,8 +9,8 @@
     result = replay(trace, ["--stages", "2", "train.py"], FleetOptions(notice_s=2, sudden_share=0.1))
     assert result.goodput > 0.9
 
-Time begins when the job's first generation runs. The job is ended with the trace; one whose script ends sooner is
-measured up to there. Times of the trace are the job's own seconds: make it quicker with ``scaled``.
+Time begins when the job's first generation runs. The job is ended with the trace; one whose script ends sooner
+is measured up to there. Times of the trace are the job's own seconds: make it quicker with ``scaled``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def replay(
         arguments: of ``varuna run`` but for ``--workers``: options, script, its own arguments.
         options: ``notice_s`` (0: workers are killed without), ``sudden_share`` of those that get no notice, and
             ``seed`` of who that is; the rest is for ``replay_fleet``, which can be asked the same.
-        cwd, environ: of the job; by default those of this process.
+        cwd: of the job; by default that of this process.
+        environ: of the job; by default that of this process.
         start_s: how long it may take to its first generation.
         say: told what is done, a line each.
 
@@ -70,8 +71,8 @@ def replay(
     num_workers = num_at_start(trace)
     if num_workers < 2:
         raise ConfigError(
-            f"{trace.name} begins with {num_workers} workers, and a job in which workers come and go needs two or "
-            f"more. Begin later in the trace, or with more workers."
+            f"{trace.name} begins with {num_workers} workers, and a job in which workers come and go needs two "
+            f"or more. Begin later in the trace, or with more workers."
         )
     environ = dict(os.environ if environ is None else environ)
     command = [sys.executable, "-m", "varuna", "run", "--workers", str(num_workers), "--morph", *arguments]
@@ -218,9 +219,7 @@ class _Job:
         if self._process.returncode not in (0, _INTERRUPTED):
             raise RunError(f"The job did not end as it was asked to, but with code {self._process.returncode}.")
         counts = tuple(pair for pair in counts_of(trace) if pair[0] < duration_s)
-        return account(
-            trace.name, self._events, counts, duration_s=duration_s, batch_size=self._batch_size
-        )
+        return account(trace.name, self._events, counts, duration_s=duration_s, batch_size=self._batch_size)
 
 
 def _kill(pid: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -11,16 +10,16 @@ from varuna.observe.text import human_duration
 from varuna.plan.fleet_result import Activity
 from varuna.testing.replay_account import ReplayResult
 
-_ROWS: Mapping[str, Activity | None] = {
-    "training that counts": Activity.TRAINING,
-    "  workers not in use yet, or not any more": None,
-    "  steps longer than the usual one": None,
-    "re-planning": Activity.MORPH,
-    "steps lost and done again": Activity.REDONE,
-    "waiting for enough workers": Activity.WAITING,
-    "the step under way at the end": Activity.UNFINISHED,
-}
-_CAUSES = dict(zip(_ROWS, ("", "not in use", "slower steps", "morph", "redone", "waiting", "unfinished"), strict=True))
+_ROWS = (
+    ("training that counts", Activity.TRAINING, ""),
+    ("  workers not in use yet, or not any more", None, "not in use"),
+    ("  steps longer than the usual one", None, "slower steps"),
+    ("re-planning", Activity.MORPH, "morph"),
+    ("steps lost and done again", Activity.REDONE, "redone"),
+    ("waiting for enough workers", Activity.WAITING, "waiting"),
+    ("the step under way at the end", Activity.UNFINISHED, "unfinished"),
+)
+"""Title, activity whose seconds are shown, cause of lost samples."""
 
 
 def render_replay(result: ReplayResult) -> str:
@@ -36,9 +35,8 @@ def render_replay(result: ReplayResult) -> str:
         "",
         f"{'':<42}{'seconds':>10}{'samples lost':>15}",
     ]
-    for title, activity in _ROWS.items():
+    for title, activity, cause in _ROWS:
         seconds = "" if activity is None else f"{result.wall_s[activity]:.1f}"
-        cause = _CAUSES[title]
         lost = f"{result.lost[cause] / result.ideal_samples:.1%}" if cause else ""
         lines.append(f"{title:<42}{seconds:>10}{lost:>15}".rstrip())
     total = 1 - result.goodput

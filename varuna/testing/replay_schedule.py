@@ -17,14 +17,16 @@ def scaled(
 ) -> FleetTrace:
     """A part of a trace, for a few workers, in less time.
 
-    The number of workers is that of machines, times ``max_workers`` over the most machines of that part, rounded;
-    traces with no more machines than that are taken as they are. Counts do not say which worker goes: the one
-    that has been there longest does.
+    The number of workers is that of machines, times ``max_workers`` over the most machines of that part,
+    rounded; traces with no more machines than that are taken as they are. Counts do not say which worker goes:
+    the one that has been there longest does.
 
     Args:
         trace: who was there when.
-        max_workers, min_workers: never more or fewer workers than these.
-        from_s, until_s: which part, in seconds of the trace; None is its end.
+        max_workers: never more.
+        min_workers: never fewer.
+        from_s: where the part begins, in seconds of the trace.
+        until_s: where it ends; None is the trace's end.
         speed: seconds of the trace in a second of the result.
 
     Raises:
@@ -51,9 +53,7 @@ def scaled(
         counts[max(0.0, change.time_s - from_s)] = num_machines
     most = max(counts.values())
     share = min(1.0, max_workers / max(1, most))
-    moments = {
-        time_s / speed: max(min_workers, int(count * share + 0.5)) for time_s, count in counts.items()
-    }
+    moments = {time_s / speed: max(min_workers, int(count * share + 0.5)) for time_s, count in counts.items()}
     return counted_trace(trace.name, moments, end_s=(end_s - from_s) / speed)
 
 
