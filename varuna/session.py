@@ -13,6 +13,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +23,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from varuna.checkpoint.pretrained import open_pretrained
 from varuna.config import LayoutConfig, ProfileConfig, TraceConfig, WorldConfig, cache_dir
-from varuna.errors import PeerLost, RunError, WantedEnd
+from varuna.errors import ConfigError, PeerLost, RunError, WantedEnd
 from varuna.events import Evaluated, Event, Listener, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.failure import FailurePlace, marked
 from varuna.morph.control import ManagedControl
@@ -57,6 +60,7 @@ from varuna.run.job_state import (
     load_options,
     load_schedule,
 )
+from varuna.run.meeting import store_as_peer
 from varuna.run.member import Control, Member
 from varuna.run.memory import peak_memory_bytes
 from varuna.run.optimizer import check_optimizer, learning_rates
@@ -69,6 +73,7 @@ from varuna.run.start import StartRequest, start_job, start_newcomer
 from varuna.run.startup import join_world, pick_device, tokens_per_sample
 from varuna.run.trace import Recording, TraceCollector
 from varuna.spec import Plan, SectionSpec, Step
+from varuna.testing.faults import faults_from_env
 
 __all__ = ["Varuna"]
 
@@ -171,6 +176,7 @@ class Varuna:
                 autocast=autocast,
                 loss_weight=loss_weight,
                 token=self._config.token.encode() or self._config.run_id.encode(),
+                at=faults_from_env(os.environ, lambda: self._step_index),
             ),
             options=PartitionOptions(
                 autocast=autocast,
@@ -213,6 +219,26 @@ class Varuna:
     def sections(self) -> tuple[SectionSpec, ...]:
         """The model's sections; starts the job if it has not started."""
         return self._started().generation.partitions.reference.specs
+
+    def load_pretrained(self, directory: Path | str, *, strict: bool = True, prefix: str = "") -> None:
+        """Begin with the weights of a Hugging Face directory of safetensors files. Call it on every worker.
+
+        When the job starts, each worker reads what its stage holds, into the model's own dtypes.
+
+        Args:
+            directory: with ``model.safetensors``, or an index and several files.
+            strict: it must hold the model and nothing else. Otherwise what it lacks stays as it was built.
+            prefix: what your own wrapper puts before every name, such as ``"model."``.
+
+        Raises:
+            StateError: it cannot be read or does not fit; the message has the names.
+        """
+        if self._member is not None:
+            raise ConfigError("load_pretrained comes too late: the job has started. Call it after Varuna(...).")
+        if not self._config.joins:  # whoever joins is given it by the others
+            found = open_pretrained(directory, self._model, strict=strict, prefix=prefix)
+            self._request = replace(self._request, initial=found)
+            self._publish(Notice(text=found.summary))
 
     def train(self, num_steps: int) -> Iterator[Step]:
         """Run ``num_steps`` more steps, yielding each when its update is done. Call it on every worker.
@@ -300,7 +326,7 @@ class Varuna:
     def _start(self) -> Member:
         world = join_world(self._config, self._device)
         self._store = world.store
-        with self._guarded(), preserved_generators(self._device):
+        with self._guarded(), preserved_generators(self._device), store_as_peer():
             member = self._join(world) if self._config.joins else self._found(world)
         if self._trace is not None:
             self._collector = TraceCollector(self._trace.steps, lambda: member.generation, self._save_trace)

@@ -1,25 +1,22 @@
-"""Weights for other programs, and from them: safetensors files, Hugging Face directories, the command."""
+"""Weights for other programs: safetensors files, Hugging Face directories, the command."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.checkpoint.state import save, trained
 from varuna.checkpoint.collect import section_state
 from varuna.checkpoint.commit import Committer
-from varuna.checkpoint.errors import StateError
 from varuna.checkpoint.export import export_huggingface, export_safetensors
 from varuna.checkpoint.find import Checkpoint, find_checkpoint
 from varuna.checkpoint.names import buffer_name, parameter_name
-from varuna.checkpoint.pretrained import open_pretrained
 from varuna.checkpoint.save import Saver
 from varuna.checkpoint.shares import Share
 from varuna.checkpoint.store import open_store
@@ -160,94 +157,3 @@ def test_the_command_lists_verifies_and_exports(tmp_path):
     assert wrong.exit_code == 1
     assert "no complete checkpoint of step 4" in wrong.output
     assert run("export", root, tmp_path / "m", "--source", tmp_path).exit_code == 2
-
-
-# --- from Hugging Face ----------------------------------------------------------------------
-
-
-def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
-    canonical = canonical_names(model)
-    return {name: value for name, value in model.state_dict().items() if canonical.get(name, name) == name}
-
-
-def fill(model: nn.Module, directory: Path, **options) -> None:
-    wanted = persistent(model)
-    source = open_pretrained(directory, wanted, aliases=canonical_names(model), **options)
-    names = sorted(wanted)
-    for half in (names[::2], names[1::2]):  # as two workers would
-        read = source.read({name: wanted[name] for name in half})
-        with torch.no_grad():
-            for name, value in read.items():
-                wanted[name].copy_(value)
-
-
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
-def test_a_directory_is_read_by_name_single_or_sharded(tmp_path, max_shard_size):
-    saved, model = gpt(1), gpt(2)
-    saved.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "5GB")
-    assert not torch.equal(logits(model), logits(saved))
-    fill(model, tmp_path)
-    assert torch.equal(logits(model), logits(saved))
-
-
-def test_prefixes_of_base_models_in_both_directions(tmp_path):
-    saved = gpt(1)
-    saved.transformer.save_pretrained(tmp_path / "base")  # names without "transformer."
-    model = gpt(2)
-    fill(model, tmp_path / "base")
-    assert torch.equal(logits(model), logits(saved))
-    saved.save_pretrained(tmp_path / "head")
-    base = GPT2Model(saved.config).eval()
-    fill(base, tmp_path / "head")
-    assert torch.equal(base.state_dict()["h.1.mlp.c_fc.weight"], saved.transformer.h[1].mlp.c_fc.weight)
-
-
-def test_a_tied_weight_is_found_under_any_of_its_names_and_types_are_converted(tmp_path):
-    saved, model = gpt(1), gpt(2)
-    weights = {
-        name: value.to(torch.float64).contiguous()
-        for name, value in saved.state_dict().items()
-        if name != "transformer.wte.weight"
-    }
-    save_file(weights, tmp_path / "model.safetensors")
-    fill(model, tmp_path)
-    assert torch.equal(logits(model), logits(saved))
-
-
-def test_what_does_not_fit_is_listed(tmp_path):
-    saved = gpt(1)
-    weights = {name: value.clone() for name, value in saved.state_dict().items()}
-    del weights["transformer.h.1.ln_1.bias"]
-    weights["transformer.wpe.weight"] = torch.zeros(99, 16)
-    weights["transformer.h.0.attn.bias"] = torch.zeros(1)
-    weights["other.weight"] = torch.zeros(1)
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(StateError) as raised:
-        fill(gpt(), tmp_path, ignored=[r"h\.\d+\.attn\.bias"])
-    message = str(raised.value)
-    assert "1 tensors of the model are not in it: transformer.h.1.ln_1.bias" in message
-    assert "1 tensors in it are not of the model: other.weight" in message
-    assert "transformer.wpe.weight is [16, 16] in the model and [99, 16] in model.safetensors" in message
-
-
-def test_directories_that_cannot_be_read(tmp_path):
-    def message(directory: Path) -> str:
-        with pytest.raises(StateError) as raised:
-            open_pretrained(directory, {})
-        return str(raised.value)
-
-    assert "No directory" in message(tmp_path / "nowhere")
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in message(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
-    assert "only as pickle (pytorch_model.bin), which is never loaded here" in message(tmp_path)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text("{")
-    assert "Cannot read" in message(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    assert "names files outside its directory" in message(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
-    assert "part.safetensors: [Errno 2]" in message(tmp_path)
-    save_file({"a": torch.zeros(100)}, tmp_path / "part.safetensors")
-    (tmp_path / "part.safetensors").write_bytes((tmp_path / "part.safetensors").read_bytes()[:-1])
-    assert "expected" in message(tmp_path)

@@ -1,25 +1,27 @@
-"""A Hugging Face directory of safetensors files, read tensor by tensor under the names of the user's model.
+"""A Hugging Face directory of safetensors files: values for a model that each worker reads only in part.
 
-A worker reads only what it holds. Names may differ by the prefix that a head model puts before its base model
-(``transformer.``, ``model.``), in either direction, and a tied weight may be there under any of its names.
+Opening reads the headers of all files, compares names and shapes, and no values. Then every tensor is read by
+itself, with ``pread`` into memory of its own, by the worker that holds it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna.checkpoint.errors import StateError
-from varuna.checkpoint.layout import PlacedTensor, header_size, parse_header
+from varuna.checkpoint.layout import PlacedTensor, TensorForm, header_size, parse_header
 from varuna.checkpoint.manifest import listed
+from varuna.checkpoint.pretrained_names import describe, match_names
+from varuna.checkpoint.store import Span
+from varuna.checkpoint.store_file import FileStore
+from varuna.partition.ties import canonical_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -27,114 +29,181 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where the value of one of the model's tensors is."""
+    """A tensor in a file: its bytes begin at ``begin``, counted from the file's first."""
 
-    path: Path
-    name: str
+    file: str
+    form: TensorForm
+    begin: int
 
 
 class Pretrained:
-    """A directory whose tensors fit a model.
+    """A directory that fits a model.
 
     Args:
-        sources: for each of the model's names, where its value is.
+        directory: where the files are.
+        sources: per name of the model, where its value is; more than one if it is there several times.
+        missing, unexpected: names that have no partner.
     """
 
-    def __init__(self, sources: Mapping[str, _Source]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sources: Mapping[str, tuple[_Source, ...]],
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+    ) -> None:
+        self.missing = missing
+        self.unexpected = unexpected
+        self._store = FileStore(directory)
         self._sources = sources
 
-    def read(self, wanted: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Values of some of the model's tensors.
+    @property
+    def names(self) -> frozenset[str]:
+        """Tensors of the model that have a value here, by canonical name."""
+        return frozenset(self._sources)
+
+    @property
+    def left_out(self) -> str:
+        """What has no partner, in words; empty if everything has one."""
+        told = describe(self.missing, self.unexpected)
+        return f"{self._store.url}: tensors {'; '.join(told)}" if told else ""
+
+    def read(self, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Values of some of ``names``, one after the other in the order of the files, on the CPU.
 
         Args:
             wanted: by the model's names; of each only the dtype counts, to which the value is converted.
-            device: where values shall live.
 
         Raises:
-            StateError: a file cannot be read.
+            StateError: a file cannot be read, or a tied weight has two values.
         """
-        by_path: dict[Path, list[str]] = {}
-        for name in wanted:
-            by_path.setdefault(self._sources[name].path, []).append(name)
-        read: dict[str, Tensor] = {}
-        for path, names in by_path.items():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in names:
-                        value = file.get_tensor(self._sources[name].name)
-                        read[name] = value.to(device=device, dtype=wanted[name].dtype)
-            except (OSError, SafetensorError) as error:
-                raise StateError(f"Cannot read {path}: {error}. Download it again.") from error
-        return {name: read[name] for name in wanted}
+        ordered = sorted(wanted, key=lambda name: (self._sources[name][0].file, self._sources[name][0].begin))
+        for name in ordered:
+            first, *others = self._sources[name]
+            value = self._read(first)
+            for other in others:
+                if not _same(self._read(other), value):
+                    raise StateError(
+                        f"{self._store.url}: {first.form.name} and {other.form.name} are one tensor in the "
+                        f"model and two different ones in the directory. Build the model from the directory's "
+                        f"own config.json."
+                    )
+            yield name, value.to(wanted[name].dtype)
+
+    def _read(self, source: _Source) -> Tensor:
+        value = torch.empty(source.form.shape, dtype=getattr(torch, source.form.dtype))
+        memory = value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
+        try:
+            self._store.read_into(source.file, [Span(begin=source.begin, into=memory)])
+        except (OSError, EOFError) as error:
+            raise _unreadable(self._store.path_of(source.file), repr(error)) from error
+        return value
 
 
 def open_pretrained(
-    directory: Path | str,
-    model: Mapping[str, Tensor],
-    *,
-    aliases: Mapping[str, str] | None = None,
-    optional: Iterable[str] = (),
-    ignored: Sequence[str] = (),
+    directory: Path | str, model: nn.Module, *, strict: bool = True, prefix: str = ""
 ) -> Pretrained:
-    """Find every tensor of a model in a directory; only headers are read.
+    """Find every parameter and persistent buffer of a model in a directory.
+
+    Names that transformers' models say may be missing or superfluous (``_keys_to_ignore_on_load_missing``,
+    ``..._unexpected``) are not counted.
 
     Args:
         directory: with ``model.safetensors``, or several files and ``model.safetensors.index.json``.
-        model: parameters and persistent buffers, on meta or not, by canonical name.
-        aliases: every other name of a tied tensor to its canonical one (``partition.canonical_names``).
-        optional: names that may be missing; they keep the value they have.
-        ignored: regular expressions of names in the directory that are no part of the model, such as
-            transformers' ``_keys_to_ignore_on_load_unexpected``.
+        model: on the meta device or not; only names, shapes and dtypes are looked at.
+        strict: whether names without a partner are an error; different shapes always are.
+        prefix: what the user's own wrapper puts before every name, such as ``model.``.
 
     Raises:
         StateError: no such directory, no safetensors in it, or names and shapes that do not fit, each listed.
     """
-    directory = Path(directory)
-    there = _tensors_in(directory)
-    names = {name: [name] for name in model}
-    for alias, canonical in (aliases or {}).items():
+    directory = Path(directory).absolute()
+    tensors = _persistent(model)
+    there = {source.form.name: source for source in _tensors_in(directory)}
+    names = {name: [name] for name in tensors}
+    for alias, canonical in canonical_names(model).items():
         if canonical in names and alias != canonical:
             names[canonical].append(alias)
-    prefix = _best_prefix(names, there)
-    sources: dict[str, _Source] = {}
-    used: set[str] = set()
-    wrong: list[str] = []
-    for name, all_names in names.items():
-        found = [item for one in all_names for item in _spellings(one, prefix) if item in there]
-        used.update(found)
-        if not found:
-            continue
-        path, placed = there[found[0]]
-        sources[name] = _Source(path=path, name=found[0])
-        if placed.form.shape != tuple(model[name].shape):
-            wrong.append(
-                f"{name} is {list(model[name].shape)} in the model and {list(placed.form.shape)} in {path.name}"
-            )
-    missing = sorted(set(model) - set(sources) - set(optional))
-    unexpected = sorted(name for name in set(there) - used if not _is_ignored(name, ignored))
-    _complain(directory, missing, unexpected, wrong)
-    return Pretrained(sources)
+    matching = match_names(
+        names,
+        there.keys(),
+        prefix=prefix,
+        may_miss=_patterns(model, "_keys_to_ignore_on_load_missing"),
+        ignored=_patterns(model, "_keys_to_ignore_on_load_unexpected"),
+    )
+    sources = {name: tuple(there[item] for item in items) for name, items in matching.found.items()}
+    complaints = [text for name, items in sources.items() for text in _unlike(name, tensors[name], items)]
+    if strict or not sources:
+        complaints = [*describe(matching.missing, matching.unexpected), *complaints]
+    if complaints:
+        more = f"; and {len(complaints) - 10} more" if len(complaints) > 10 else ""
+        raise StateError(
+            f"{directory} does not fit the model: {'; '.join(complaints[:10])}{more}. Build the model from the "
+            f"directory's own config.json; if your model wraps it, say prefix='...'; with strict=False only "
+            f"what fits is taken."
+        )
+    return Pretrained(directory, sources, missing=matching.missing, unexpected=matching.unexpected)
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by canonical name."""
+    canonical = canonical_names(model)
+    return {
+        canonical[name]: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and name in canonical
+    }
+
+
+def _patterns(model: nn.Module, attribute: str) -> list[str]:
+    return [pattern for module in model.modules() for pattern in getattr(module, attribute, None) or ()]
+
+
+def _unlike(name: str, tensor: Tensor, sources: tuple[_Source, ...]) -> list[str]:
+    """What forbids to take a value from these."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    unlike = []
+    for form in (source.form for source in sources):
+        stored: torch.dtype = getattr(torch, form.dtype)
+        is_rounded = stored.is_floating_point == tensor.dtype.is_floating_point
+        if form.shape != tuple(tensor.shape) or not (is_rounded or stored == tensor.dtype):
+            here, found = f"{dtype}{list(tensor.shape)}", f"{form.dtype}{list(form.shape)}"
+            unlike.append(f"{name} is {here} in the model and {found} there")
+    return unlike
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 # --- files ----------------------------------------------------------------------------------
 
 
-def _tensors_in(directory: Path) -> dict[str, tuple[Path, PlacedTensor]]:
-    """Every tensor in a directory's files, by the name it has there."""
-    there: dict[str, tuple[Path, PlacedTensor]] = {}
+def _tensors_in(directory: Path) -> list[_Source]:
+    """Every tensor in a directory's files."""
+    found = []
     for path in _files_of(directory):
         try:
             with open(path, "rb") as file:
                 start = file.read(8)
                 header = start + file.read(header_size(start) - 8)
             placed = parse_header(header)
-            expected = len(header) + (placed[-1].end if placed else 0)
-            if path.stat().st_size != expected:
-                raise ValueError(f"expected {expected} bytes, found {path.stat().st_size}")
+            _check_size(path, len(header), placed)
         except (OSError, ValueError) as error:
-            raise StateError(f"Cannot read {path}: {error}. Download it again.") from error
-        there.update({item.form.name: (path, item) for item in placed})
-    return there
+            raise _unreadable(path, str(error)) from error
+        found += [_Source(file=path.name, form=item.form, begin=len(header) + item.begin) for item in placed]
+    by_name = sorted(found, key=lambda source: source.form.name)
+    for name, group in groupby(by_name, key=lambda source: source.form.name):
+        if len(files := [source.file for source in group]) > 1:
+            raise StateError(f"{directory} has {name} in {listed(files)}; it must be in one file only.")
+    return found
+
+
+def _check_size(path: Path, header_bytes: int, placed: tuple[PlacedTensor, ...]) -> None:
+    expected = header_bytes + max((item.end for item in placed), default=0)
+    if path.stat().st_size != expected:
+        raise ValueError(f"expected {expected} bytes, found {path.stat().st_size}")
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -146,7 +215,7 @@ def _files_of(directory: Path) -> list[Path]:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(f"Cannot read {index}: {error!r}. Download it again.") from error
+            raise _unreadable(index, repr(error)) from error
         if any(Path(str(name)).name != name for name in names):
             raise StateError(f"{index} names files outside its directory: {listed(map(str, names))}.")
         return [directory / name for name in names]
@@ -161,53 +230,5 @@ def _files_of(directory: Path) -> list[Path]:
     raise StateError(f"{directory} holds neither {_SINGLE} nor {_INDEX}.")
 
 
-# --- names ----------------------------------------------------------------------------------
-
-
-def _best_prefix(names: Mapping[str, Sequence[str]], there: Iterable[str]) -> str:
-    """The prefix with which most of the model's names are found; '' if none is better."""
-    there = set(there)
-    ours = {one for all_names in names.values() for one in all_names}
-    candidates = Counter(
-        start for name in (*ours, *there) for start in _starts(name) if not {name, ""} & {start}
-    )
-    best, best_count = "", len(ours & there)
-    for prefix in sorted(candidates, key=lambda prefix: (len(prefix), prefix)):
-        count = sum(any(item in there for item in _spellings(name, prefix)) for name in ours)
-        if count > best_count:
-            best, best_count = prefix, count
-    return best
-
-
-def _starts(name: str) -> list[str]:
-    """``a.``, ``a.b.`` of ``a.b.c``."""
-    return [name[: match.end()] for match in re.finditer(r"\.", name)]
-
-
-def _spellings(name: str, prefix: str) -> list[str]:
-    """How a name of the model may be written in a directory."""
-    spellings = [name]
-    if prefix:
-        spellings.append(prefix + name)
-        if name.startswith(prefix):
-            spellings.append(name.removeprefix(prefix))
-    return spellings
-
-
-def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _complain(directory: Path, missing: list[str], unexpected: list[str], wrong: list[str]) -> None:
-    complaints = []
-    if missing:
-        complaints.append(f"{len(missing)} tensors of the model are not in it: {listed(missing)}")
-    if unexpected:
-        complaints.append(f"{len(unexpected)} tensors in it are not of the model: {listed(unexpected)}")
-    if wrong:
-        complaints.append(f"{len(wrong)} shapes differ: {listed(wrong)}")
-    if complaints:
-        raise StateError(
-            f"{directory} does not fit the model. {'. '.join(complaints)}. Build the model from the "
-            f"directory's own config.json."
-        )
+def _unreadable(path: Path, why: str) -> StateError:
+    return StateError(f"Cannot read {path}: {why}. Download it again.")

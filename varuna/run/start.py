@@ -24,6 +24,7 @@ from varuna.run.data import probe_first_batch
 from varuna.run.generation import Generation
 from varuna.run.groups import World
 from varuna.run.holders import held_buffers, held_names
+from varuna.run.initial import InitialValues, give_values, unread_buffers
 from varuna.run.job import JobSpec
 from varuna.run.memory import available_bytes, reset_peak_memory
 from varuna.run.parameters import ParameterHolding
@@ -56,6 +57,7 @@ class StartRequest:
         precision: number format.
         check: whether to compare a split step with an unsplit one.
         init_weights: the user's function for models on the meta device.
+        initial: values that come from elsewhere.
         job: data and arithmetic.
         options: how the model is captured and cut.
         profile: whether and what to measure before planning.
@@ -71,6 +73,7 @@ class StartRequest:
     init_weights: Callable[[nn.Module], None] | None
     job: JobSpec
     options: PartitionOptions
+    initial: InitialValues | None = None
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     traced_steps: range = range(0)
 
@@ -214,7 +217,8 @@ def _verify(request: StartRequest, world: World, reference: Partition, example: 
     """Before any parameter is given up: equal weights everywhere, a split step equal to the plain one."""
     model = request.model
     if not is_on_meta(model):
-        compare_weights(world, reference)
+        given = () if request.initial is None else request.initial.names
+        compare_weights(world, reference, given=given)
     if not request.check or world.rank != 0:
         return
     reason = why_not_checked(model, reference, world.device, available_bytes(world.device))
@@ -242,9 +246,13 @@ def _place(
     names: Sequence[str] = held_names(plan, partitions, world.rank)
     holding.keep_only(names)
     missing = [name for name in names if name not in holding.held]
+    buffers = held_buffers(plan, partitions, world.rank)
+    if request.initial is not None:
+        kept = unread_buffers(request.model, partitions)
+        give_values(request.model, request.initial, [*names, *buffers, *kept], world.device)
     materialise(
         request.model,
-        [*names, *held_buffers(plan, partitions, world.rank)],
+        [*names, *buffers],
         seed=request.job.seed,
         device=world.device,
         init_weights=request.init_weights,

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import torch
@@ -185,12 +185,20 @@ def compare_partitions(world: World, partition: Partition) -> None:
     )
 
 
-def compare_weights(world: World, partition: Partition) -> None:
-    """Raise WeightsDiffer, naming sections, if this worker's initial weights are not worker 0's."""
+def compare_weights(world: World, partition: Partition, *, given: Collection[str] = ()) -> None:
+    """Raise WeightsDiffer, naming sections, if this worker's initial weights are not worker 0's.
+
+    Args:
+        world: this worker.
+        partition: the model.
+        given: parameters whose values come from elsewhere, whatever they were built with.
+    """
     if world.size == 1:
         return
     digests = {
-        f"section {section.spec.index} ({section.spec.name})": str(digest_of(section.parameters.values()))
+        f"section {section.spec.index} ({section.spec.name})": digest_of(
+            value for name, value in section.parameters.items() if name not in given
+        )
         for section in partition.sections
     }
     _compare(world, "weights", digests, "Workers built different initial weights")
