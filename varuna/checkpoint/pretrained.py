@@ -64,10 +64,10 @@ class Pretrained:
         return frozenset(self._sources)
 
     @property
-    def left_out(self) -> str:
-        """What has no partner, in words; empty if everything has one."""
+    def summary(self) -> str:
+        """How many tensors it has for the model, and what has no partner."""
         told = describe(self.missing, self.unexpected)
-        return f"{self._store.url}: tensors {'; '.join(told)}" if told else ""
+        return "; ".join([f"{self._store.url} has {len(self._sources)} tensors of the model", *told]) + "."
 
     def read(self, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Values of some of ``names``, one after the other in the order of the files, on the CPU.
