@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,11 @@ def sample_ids(step_index: int, dataset_length: int, batch_size: int, seed: int)
         ids += _epoch_order(offset, count, dataset_length, epoch_index, seed).tolist()
         position += count
     return ids
+
+
+def digest_of(ids: Sequence[int]) -> str:
+    """SHA-256 of sample ids, as 64-bit little-endian numbers in their order."""
+    return hashlib.sha256(np.asarray(ids, dtype="<u8").tobytes()).hexdigest()
 
 
 def _epoch_order(offset: int, count: int, length: int, epoch_index: int, seed: int) -> _UInt64Array:

@@ -20,8 +20,8 @@ from tests.cases.jobs import Training
 from tests.e2e.jobs import Ended, Warm
 from tests.launch.jobs import wait_until
 from varuna.morph.client import RunClient
-from varuna.morph.journal import Journal
 from varuna.morph.ledger import audit
+from varuna.morph.ledger_table import read_ledger
 from varuna.morph.runs import living_runs
 from varuna.morph.views import LoggedEvent, Status
 
@@ -203,12 +203,10 @@ class Run:
 
     def _check_ledger(self) -> None:
         """Every step happened once, with the samples that it should have."""
-        journal = Journal(self.directory / "logs" / "journal.sqlite")
-        order, entries = journal.order(), journal.ledger()
-        journal.close()
-        assert order is not None
-        assert audit(entries, order, NUM_STEPS) == ()
-        assert len(entries) == NUM_STEPS
+        view = read_ledger(self.directory / "logs" / "journal.sqlite")
+        assert view.order is not None
+        assert audit(view.entries, view.order, NUM_STEPS, view.shares) == ()
+        assert len(view.entries) == NUM_STEPS
 
 
 def _check_step(mine: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 from tests.launch.jobs import wait_until
 from tests.morph.serving import TOKEN, Place, place
 from varuna.errors import ConfigError, RunError
-from varuna.generations import Formation, HaltReport
+from varuna.generations import Formation, FormingTimes, HaltReport, SampleShare, StepReport, StepWork
 from varuna.morph.control import ManagedControl
 from varuna.morph.link import REASON_HEADER
 from varuna.morph.messages import (
@@ -32,7 +32,7 @@ from varuna.morph.messages import (
     decode_from_worker,
     encode,
 )
-from varuna.spec import PipelineSpec, Plan, StageSpec, Step
+from varuna.spec import PipelineSpec, Plan, StageSpec
 
 TIMEOUT_S = 10
 PLAN = Plan(
@@ -58,6 +58,7 @@ class Generation:
     index: int
     pause: bool = False
     plan: Plan = PLAN
+    forming_times: FormingTimes = FormingTimes(meet_s=0.25, transfer_s=0.5, open_s=1.0)
     aborted: list[str] = field(default_factory=list)
 
     def abort(self, reason: str) -> None:
@@ -142,7 +143,7 @@ def report(generation: int) -> HaltReport:
 
 def test_a_newcomer_gets_a_place(setup: Setup) -> None:
     found: list[Formation] = []
-    waiting = threading.Thread(target=lambda: found.append(setup.control.ready("digest")))
+    waiting = threading.Thread(target=lambda: found.append(setup.control.ready("digest", "")))
     waiting.start()
     assert setup.mouth.next(Ready).digest == "digest"
     setup.say(Form(formation=formation(4)))
@@ -154,27 +155,29 @@ def test_what_it_tells(setup: Setup) -> None:
     generation = Generation(index=0)
     setup.control.forming(generation)
     setup.control.formed(generation)
-    assert setup.mouth.next(Formed) == Formed(generation=0, plan=PLAN)
-    step = Step(
-        index=7,
-        loss=1.0,
-        weight=8.0,
-        num_samples=8,
-        grad_norm=1.0,
-        lr=0.1,
-        learning_rates=(0.1,),
-        skipped=False,
-        loss_scale=1.0,
-        duration_s=0.5,
-        samples_per_s=16.0,
-        tokens_per_s=None,
-        memory_bytes=1,
+    assert setup.mouth.next(Formed) == Formed(generation=0, plan=PLAN, times=generation.forming_times)
+    samples = SampleShare(first=0, end=8, digest="d")
+    setup.control.step_done(
+        StepReport(
+            generation=0,
+            step_index=7,
+            duration_s=0.5,
+            num_samples=8,
+            committed="outcome",
+            work=StepWork(busy_s=0.25, samples=samples),
+        )
     )
-    setup.control.step_done(0, step)
-    done = setup.mouth.next(StepDone)
-    assert (done.generation, done.step_index, done.duration_s, done.num_samples) == (0, 7, 0.5, 8)
+    assert setup.mouth.next(StepDone) == StepDone(
+        generation=0,
+        step_index=7,
+        duration_s=0.5,
+        busy_s=0.25,
+        num_samples=8,
+        committed="outcome",
+        samples=samples,
+    )
     setup.control.formed(Generation(index=2))
-    assert setup.mouth.next(Formed) == Formed(generation=2, plan=None)
+    assert setup.mouth.next(Formed) == Formed(generation=2, plan=None, times=generation.forming_times)
 
 
 def test_a_halted_member_goes_on_once_for_each_order(setup: Setup) -> None:
@@ -253,7 +256,7 @@ def test_a_fenced_worker_gives_up_what_it_does_and_ends(setup: Setup) -> None:
 def test_a_wrong_token_is_an_error(setup: Setup) -> None:
     setup.cut((401, "the job's token is missing or wrong"))
     with pytest.raises(RunError, match="refuses this worker: the job's token is missing or wrong"):
-        setup.control.ready("digest")
+        setup.control.ready("digest", "")
 
 
 def test_the_first_job_of_a_process_gets_the_manager() -> None:

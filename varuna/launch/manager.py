@@ -10,9 +10,10 @@ import socket
 from pathlib import Path
 
 from varuna.launch.protocol import Channel, StartManager
+from varuna.morph.runs import JOURNAL_NAME
 
 LOG_NAME = "manager.log"
-JOURNAL_NAMES = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")
+JOURNAL_NAMES = (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", f"{JOURNAL_NAME}-shm")
 """The manager's files: what went wrong in it, and what it knows."""
 
 _BACKLOG = 1024
@@ -34,10 +35,10 @@ class ManagerProcess:
         for name in (LOG_NAME, *JOURNAL_NAMES):
             (log_dir / name).unlink(missing_ok=True)
         self.log_path = log_dir / LOG_NAME
-        journal = log_dir / JOURNAL_NAMES[0]
+        self.journal_path = log_dir / JOURNAL_NAME
         self._request = StartManager(
             environ={"VARUNA_TOKEN": token},
-            arguments=["--journal", str(journal), "--heartbeat-limit", str(heartbeat_limit_s)],
+            arguments=["--journal", str(self.journal_path), "--heartbeat-limit", str(heartbeat_limit_s)],
         )
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

@@ -34,7 +34,14 @@ class Morphing:
         self._run_file: Path | None = None
         self._manager = ManagerProcess(token, log_dir, config.heartbeat_limit_s)
         self.agent = Agent(self._manager.url, token, machine_name())
-        run = RunInfo(run_id=run_id, url=self._manager.url, token=token, pid=os.getpid(), started_s=time.time())
+        run = RunInfo(
+            run_id=run_id,
+            url=self._manager.url,
+            token=token,
+            pid=os.getpid(),
+            started_s=time.time(),
+            journal=str(self._manager.journal_path),
+        )
         self._announce(run, environ)
 
     def start_manager(self, channel: Channel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from varuna.generations import SampleShare
 from varuna.morph.messages import ToAgent, ToWorker
 
 
@@ -51,4 +52,12 @@ class StepsUndone:
     first_step: int
 
 
-Instruction = Send | Tell | StepsCommitted | StepsUndone
+@dataclass(frozen=True, kw_only=True)
+class SamplesTold:
+    """Somebody has told which samples it has read for a step that has happened: for the ledger."""
+
+    step_index: int
+    samples: SampleShare
+
+
+Instruction = Send | Tell | StepsCommitted | StepsUndone | SamplesTold

@@ -20,8 +20,9 @@ import msgspec
 
 from varuna.clock import Clock
 from varuna.errors import ConfigError, PlanError, UserError
-from varuna.morph.instructions import Instruction, StepsCommitted, StepsUndone
-from varuna.morph.ledger import LedgerEntry, SampleOrder, next_entry
+from varuna.morph.instructions import Instruction
+from varuna.morph.ledger import LedgerEntry, SampleOrder
+from varuna.morph.ledger_table import LEDGER_SCHEMA, LedgerTable, entries_in, order_in
 from varuna.morph.messages import Beat, Described, FromAgent, FromWatch, FromWorker, encode
 from varuna.morph.planning import PlanFor, Planned
 from varuna.morph.policy import Policy
@@ -35,16 +36,11 @@ SNAPSHOT_EVERY = 2000
 """Entries after which the whole state is written and they are dropped."""
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS entries (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, sender TEXT NOT NULL, message TEXT
 ) STRICT;
 CREATE TABLE IF NOT EXISTS plans (
     num_workers INTEGER PRIMARY KEY, planned TEXT, refusal TEXT NOT NULL DEFAULT ''
-) STRICT;
-CREATE TABLE IF NOT EXISTS ledger (
-    step_index INTEGER PRIMARY KEY, generation INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-    digest TEXT NOT NULL, link TEXT NOT NULL
 ) STRICT;
 """
 
@@ -85,8 +81,6 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._manager: Manager | None = None
-        self._order: SampleOrder | None = None
-        self._pending: list[StepsCommitted] = []
         self._num_since_snapshot = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +88,7 @@ class Journal:
             self._database = sqlite3.connect(self.path, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"The journal {self.path} cannot be opened: {error}.") from error
+        self._table = LedgerTable(self._database)
         try:
             self._prepare()
         except sqlite3.Error as error:
@@ -116,11 +111,10 @@ class Journal:
         if isinstance(message, Beat):
             return
         self._add(sender, encode(message).decode(), now_s)
-        if isinstance(message, Described) and self._order is None:
-            self._order = _order_of(message)
+        if isinstance(message, Described) and not self._table.knows_order:
             with self._database:
-                self._write_ledger(self._pending)
-            self._pending = []
+                self._database.execute("BEGIN")
+                self._table.set_order(_order_of(message))
 
     def ticked(self, now_s: float) -> None:
         """The manager was told the time, and something follows from it."""
@@ -130,7 +124,7 @@ class Journal:
         """What follows from the last entry."""
         with self._database:
             self._database.execute("BEGIN")
-            self._write_ledger(instructions)
+            self._table.follow(instructions)
         if self._num_since_snapshot >= SNAPSHOT_EVERY and self._manager is not None:
             self._write_snapshot(self._manager.job)
 
@@ -146,7 +140,7 @@ class Journal:
         manager = Manager(remembered, policy=policy, job=None if snapshot is None else snapshot.job)
         self._manager = manager
         if manager.job.description is not None:
-            self._order = _order_of(manager.job.description)
+            self._table.set_order(_order_of(manager.job.description))
         last: tuple[Instruction, ...] = ()
         followed: list[Instruction] = []
         rows = self._database.execute(
@@ -157,40 +151,31 @@ class Journal:
                 last = manager.tick(now_s)
             else:
                 message = _message.decode(text)
-                if isinstance(message, Described) and self._order is None:
-                    self._order = _order_of(message)
+                if isinstance(message, Described) and not self._table.knows_order:
+                    self._table.set_order(_order_of(message))
                 last = manager.handle(sender, message, now_s)
             followed += last
         self._num_since_snapshot = len(rows)
         (num_steps,) = self._database.execute("SELECT COUNT(*) FROM ledger").fetchone()
         with self._database:  # the crash may have come between an entry and what follows from it
             self._database.execute("BEGIN")
-            self._write_ledger(last if num_steps == manager.job.num_committed else followed)
+            self._table.follow(last if num_steps == manager.job.num_committed else followed)
         return Restored(manager=manager, now_s=now_s)
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
         """All steps that have happened, in their order."""
-        rows = self._database.execute(
-            "SELECT step_index, generation, num_samples, digest, link FROM ledger ORDER BY step_index"
-        )
-        return tuple(
-            LedgerEntry(step_index=step, generation=generation, num_samples=count, digest=digest, link=link)
-            for step, generation, count, digest, link in rows
-        )
+        return entries_in(self._database)
 
     def order(self) -> SampleOrder | None:
         """Which samples the job's steps use; None before the job has described itself."""
-        if self._order is None:
-            found = self._about("order")
-            self._order = None if found is None else msgspec.json.decode(found, type=SampleOrder)
-        return self._order
+        return order_in(self._database)
 
     # --- the file ---------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.executescript(_SCHEMA)
+        self._database.executescript(LEDGER_SCHEMA + _SCHEMA)
         found = self._about("version")
         if found is None:
             self._set_about("version", str(SCHEMA_VERSION))
@@ -223,38 +208,6 @@ class Journal:
             self._set_about("snapshot", text)
             self._database.execute("DELETE FROM entries WHERE number <= ?", (number,))
         self._num_since_snapshot = 0
-
-    def _write_ledger(self, instructions: Sequence[Instruction]) -> None:
-        """Idempotent: steps that are there stay as they are."""
-        for instruction in instructions:
-            if isinstance(instruction, StepsUndone):
-                self._database.execute("DELETE FROM ledger WHERE step_index >= ?", (instruction.first_step,))
-            elif isinstance(instruction, StepsCommitted):
-                if self._order is None:  # a step was heard of before what the job is
-                    self._pending.append(instruction)
-                else:
-                    self._write_steps(instruction, self._order)
-
-    def _write_steps(self, steps: StepsCommitted, order: SampleOrder) -> None:
-        row = self._database.execute(
-            "SELECT step_index, generation, num_samples, digest, link FROM ledger "
-            "ORDER BY step_index DESC LIMIT 1"
-        ).fetchone()
-        before = None
-        if row is None:
-            self._set_about("order", msgspec.json.encode(order).decode())
-        else:
-            before = LedgerEntry(
-                step_index=row[0], generation=row[1], num_samples=row[2], digest=row[3], link=row[4]
-            )
-        first = 0 if before is None else before.step_index + 1
-        for step in range(first, steps.end_step):
-            count = order.batch_size if steps.num_samples is None else steps.num_samples
-            before = next_entry(before, step, steps.generation, count, order)
-            self._database.execute(
-                "INSERT INTO ledger VALUES (?, ?, ?, ?, ?)",
-                (step, before.generation, before.num_samples, before.digest, before.link),
-            )
 
     # --- plans ------------------------------------------------------------------------------
 

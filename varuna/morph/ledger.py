@@ -2,18 +2,18 @@
 
 Each entry has a digest of the ids of its samples and is chained to the entry before it, so that none can be
 changed, left out or put in later without breaking the chain. Which samples a step must use is a pure function
-of four numbers (``varuna.order``): ``audit`` computes it again and compares.
+of four numbers (``varuna.order``): ``audit`` computes it again and compares. So does it with what workers have
+told of the samples that they have read (``ToldShare``); what a worker could not tell any more is missing there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-import numpy as np
-
-from varuna.order import sample_ids
+from varuna.order import digest_of, sample_ids
 
 FIRST_LINK = hashlib.sha256(b"varuna ledger 1").hexdigest()
 """What the first entry is chained to."""
@@ -28,9 +28,12 @@ class SampleOrder:
     seed: int
 
     def digest_of(self, step_index: int) -> str:
-        """SHA-256 of the sample ids of a step, as 64-bit little-endian numbers in their order."""
-        ids = sample_ids(step_index, self.dataset_length, self.batch_size, self.seed)
-        return hashlib.sha256(np.asarray(ids, dtype="<u8").tobytes()).hexdigest()
+        """Digest of the sample ids of a step."""
+        return digest_of(self.ids_of(step_index))
+
+    def ids_of(self, step_index: int) -> list[int]:
+        """Sample ids of a step, in their order."""
+        return sample_ids(step_index, self.dataset_length, self.batch_size, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,22 @@ class LedgerEntry:
     num_samples: int
     digest: str
     link: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldShare:
+    """What a worker has told of the samples that it has read for a step.
+
+    Attributes:
+        step_index: the step.
+        first, end: positions ``first <= i < end`` of the global batch.
+        digest: of their ids.
+    """
+
+    step_index: int
+    first: int
+    end: int
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +99,10 @@ def _link(before: str, step_index: int, generation: int, num_samples: int, diges
 
 
 def audit(
-    entries: Iterable[LedgerEntry], order: SampleOrder, num_steps: int | None = None
+    entries: Iterable[LedgerEntry],
+    order: SampleOrder,
+    num_steps: int | None = None,
+    shares: Iterable[ToldShare] = (),
 ) -> tuple[Finding, ...]:
     """What is wrong: steps lost, repeated or out of order, other samples than an undisturbed run uses.
 
@@ -88,6 +110,7 @@ def audit(
         entries: as they were written.
         order: of the job.
         num_steps: how many steps there should be; None for as many as there are.
+        shares: what workers have told, by step and position.
 
     Returns:
         Nothing if every step from 0 on happened exactly once, with exactly its samples.
@@ -102,7 +125,7 @@ def audit(
             text = f"step {step} is of generation {entry.generation}, after one of generation {generation}"
             findings.append(Finding(step_index=step, text=text))
         if entry.num_samples != order.batch_size:
-            text = f"step {step} used {entry.num_samples} samples instead of {order.batch_size}"
+            text = f"step {step} counted {entry.num_samples} samples instead of {order.batch_size}"
             findings.append(Finding(step_index=step, text=text))
         if step >= 0 and entry.digest != order.digest_of(step):
             text = f"step {step} used other samples than an undisturbed run would"
@@ -114,7 +137,35 @@ def audit(
     if num_steps is not None and expected < num_steps:
         text = f"the ledger ends after step {expected - 1}; there should be {num_steps} steps"
         findings.append(Finding(step_index=expected, text=text))
+    for step, told in groupby(shares, key=lambda share: share.step_index):
+        findings += _audit_told(step, list(told), expected, order)
     return tuple(findings)
+
+
+def _audit_told(
+    step: int, shares: Sequence[ToldShare], num_steps: int, order: SampleOrder
+) -> Iterator[Finding]:
+    if not 0 <= step < num_steps:
+        yield Finding(step_index=step, text=f"workers read samples for step {step}, which is not in the ledger")
+        return
+    ids = order.ids_of(step)
+    end = 0
+    for share in shares:
+        where = f"positions {share.first} to {share.end - 1} of its batch"
+        if share.first < end:
+            yield Finding(step_index=step, text=f"step {step} used samples twice: {where} overlap others")
+        if not 0 <= share.first < share.end <= len(ids):
+            yield Finding(step_index=step, text=f"step {step} has no {where}")
+        elif digest_of(ids[share.first : share.end]) != share.digest:
+            text = f"step {step} read other samples than an undisturbed run would at {where}"
+            yield Finding(step_index=step, text=text)
+        end = max(end, share.end)
+
+
+def num_told(shares: Iterable[ToldShare], order: SampleOrder) -> int:
+    """Steps of which workers have told all samples. Shares by step and position."""
+    steps = groupby(shares, key=lambda share: share.step_index)
+    return sum(sum(share.end - share.first for share in told) == order.batch_size for _, told in steps)
 
 
 def _misplaced(step: int, expected: int) -> str:

@@ -16,6 +16,10 @@ from msgspec import Struct
 from varuna.errors import ConfigError
 
 
+JOURNAL_NAME = "journal.sqlite"
+"""The manager's journal, in the folder of a run's logs."""
+
+
 class RunInfo(Struct, frozen=True, kw_only=True):
     """One run.
 
@@ -25,6 +29,7 @@ class RunInfo(Struct, frozen=True, kw_only=True):
         token: the job's secret.
         pid: of its launcher.
         started_s: Unix time of its start.
+        journal: path of its manager's journal; empty if that is on another machine.
     """
 
     run_id: str
@@ -32,6 +37,7 @@ class RunInfo(Struct, frozen=True, kw_only=True):
     token: str
     pid: int
     started_s: float
+    journal: str = ""
 
     def __repr__(self) -> str:
         """Without the token."""

@@ -36,12 +36,14 @@ class MicroBatch:
         step_index: its step (0 in an evaluation).
         index: k, its place in the global batch (or in the evaluation).
         num_samples: samples in it; the last micro-batch may be short.
+        sample_ids: of these, in order.
         flat: its tensors by key (``flat.tensors["input_ids"]``) and its constants.
     """
 
     step_index: int
     index: int
     num_samples: int
+    sample_ids: tuple[int, ...]
     flat: FlatBatch
 
     @property
@@ -274,7 +276,11 @@ class _Reader:
         num_samples = len(request.sample_ids)
         check_batch(self._probe.layout, fetched.flat, num_samples, request)
         return MicroBatch(
-            step_index=step_index, index=micro_batch_index, num_samples=num_samples, flat=fetched.flat
+            step_index=step_index,
+            index=micro_batch_index,
+            num_samples=num_samples,
+            sample_ids=request.sample_ids,
+            flat=fetched.flat,
         )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from varuna.errors import VarunaError, WorkerFailed
 from varuna.failure import FailurePlace, mark_place
 from varuna.plan import StageSchedule, StageState, next_task
 from varuna.plan.simulate import TaskSpan
+from varuna.run.busy import BusyTime
 from varuna.run.channel import StageChannels
 from varuna.run.neighbours import Neighbours, StepContext
 from varuna.run.wire import Direction, Message
@@ -100,8 +101,15 @@ def run_stage(
     *,
     context: StepContext,
     record_trace: bool = False,
+    busy: BusyTime | None = None,
 ) -> StageTrace | None:
     """Run every task of ``schedule``; ``channels`` is None for a pipeline of one stage.
+
+    Args:
+        program, schedule, channels: the stage.
+        context: the step.
+        record_trace: whether to note when each task ran.
+        busy: gets the time that tasks take.
 
     Returns:
         The trace if ``record_trace``, else None. Messages may still be on their way out when it returns.
@@ -127,7 +135,11 @@ def run_stage(
             neighbours.wait(version, forwards_done=state.forwards_done, backwards_done=state.backwards_done)
             continue
         start_s = time.monotonic()
+        if busy is not None:
+            busy.begin()
         _run_task(program, schedule, neighbours, task)
+        if busy is not None:
+            busy.end()
         state.finish(task)
         if record_trace:
             end_s = time.monotonic()

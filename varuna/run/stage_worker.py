@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from varuna.errors import LossError
+from varuna.generations import SampleShare, StepWork
+from varuna.order import digest_of
 from varuna.partition import InputSignature
 from varuna.partition.signature import signature_of_flat
 from varuna.plan import stage_schedule
 from varuna.plan.spans import REDUCE
 from varuna.run.buffers import BufferSync
+from varuna.run.busy import BusyTime
 from varuna.run.channel import StageChannels
 from varuna.run.commit import CommitPart
 from varuna.run.data import EvaluationLoader, MicroBatch, MicroBatchLoader
@@ -79,6 +82,8 @@ class StageWorker:
             max_in_flight=self._spec.max_in_flight,
         )
         self._step_index = first_step
+        self._busy = BusyTime(world.device)
+        self._read: list[int] = []  # ids of the samples of the step under way
         self.loader = MicroBatchLoader(
             job.dataset,
             job.collate_fn,
@@ -102,6 +107,8 @@ class StageWorker:
         """This stage's share of a step, gradients and buffers reduced."""
         self._step_index = step_index
         self._stage.begin_step(step_index, gradient_scale)
+        self._busy.reset()
+        self._read = []
         self.buffers.begin()
         self._reducer.begin_step()
         spans = self._job.spans
@@ -111,6 +118,7 @@ class StageWorker:
             self._channels,
             context=self._context(step_index, "train", self._pipeline.first_micro_batch),
             record_trace=spans.is_recording,
+            busy=self._busy,
         )
         spans.add_tasks(trace)
         self._job.at("reduce")
@@ -128,6 +136,14 @@ class StageWorker:
             squared_norm=self._reducer.squared_norm(),
             non_finite_micro_batch=totals.first_non_finite,
         )
+
+    def work(self) -> StepWork:
+        """What was done here in the last step; each pipeline's first stage tells which samples it has read."""
+        samples = None
+        if self._position.stage_index == 0:
+            first = self._pipeline.first_micro_batch * self._plan.micro_batch_size
+            samples = SampleShare(first=first, end=first + len(self._read), digest=digest_of(self._read))
+        return StepWork(busy_s=self._busy.seconds(), samples=samples)
 
     def undo_step(self) -> None:
         """Drop the graphs, messages and gradients of a broken step; buffers as before it."""
@@ -228,7 +244,9 @@ class StageWorker:
         if not self._reads_data(training=True):
             count = len(self._plan.micro_batch_samples(micro_batch_index))
             return StageInputs(signature=None, tensors={}, num_samples=count)
-        return self._inputs(self.loader.get(self._step_index, micro_batch_index))
+        micro_batch = self.loader.get(self._step_index, micro_batch_index)
+        self._read += micro_batch.sample_ids
+        return self._inputs(micro_batch)
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         signature = signature_of_flat(micro_batch.flat, micro_batch.num_samples)
