@@ -1,7 +1,7 @@
 """How long does training stand still when workers go and come? A GPT of 10 M parameters on 4 workers, 2 x 2.
 
 In each round one worker is killed, one is asked to leave, one is frozen; after each a new one joins. Times are
-those of the run's own events. What training loses is the time from the last step before to the second one after,
+those of the run's own events. What training loses is the time from the last step before to the second after,
 less what so many steps usually take with so many workers; so it includes what the first steps of a generation
 take longer. Parts are what the members told (``varuna/morph/times.py``). Seconds: lower is better.
 """
