@@ -23,6 +23,8 @@ NAMES = (
     "choose",
     "borders",
     "checkpoint",
+    "morph",
+    "goodput",
 )
 
 
@@ -38,6 +40,9 @@ def main() -> int:
     for name in names:
         if name == "jitter" and os.geteuid() != 0:
             print("jitter: left out, it needs root for network namespaces.\n", flush=True)
+            continue
+        if name == "goodput" and not os.environ.get("VARUNA_TRACES"):
+            print("goodput: left out, VARUNA_TRACES does not name the folder of its traces.\n", flush=True)
             continue
         command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *options]
         if subprocess.run(command, check=False).returncode != 0:
