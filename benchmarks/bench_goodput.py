@@ -3,9 +3,9 @@
     python -m benchmarks goodput           # traces in $VARUNA_TRACES, or --traces FOLDER
 
 The trace is scaled to 6 workers and runs ten times as fast; the job is ``sleeping_job``, steps of about a
-second, whose stages sleep instead of computing, so that six of them fit on two cores; all else is real. One
-of the four workers that go gets no notice. **Goodput** is samples over those of a job for which changes cost nothing:
-once by steps as this run measured them, once by those that the profile predicts.
+second, whose stages sleep instead of computing, so that six of them fit on two cores; all else is real. One of
+the four workers that go gets no notice. **Goodput** is samples over those of a job for which changes cost
+nothing: once by steps as this run measured them, once by those that the profile predicts.
 
 The simulator replays the same, with predicted steps and the morph cost that was measured, and then both whole
 traces with as many workers as they have machines. Higher is better.
