@@ -31,6 +31,8 @@ class Formation:
         transfers: in one order for all members: each takes part in its own, as source or destination.
         state_rank: the member whose learning-rate scheduler, loss scale and step count the others take.
         next_step: the step it begins with.
+        store_address: ``host:port`` of the store in which its members meet: the one that rank 0 offered. Empty
+            for a generation of one worker, which needs none.
     """
 
     generation: int
@@ -40,6 +42,72 @@ class Formation:
     transfers: tuple[SectionTransfer, ...]
     state_rank: int
     next_step: int
+    store_address: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormingTimes:
+    """What a member's way into a generation took, in seconds.
+
+    Attributes:
+        wait_s: from its report to the order how to go on; 0 if that is not known.
+        meet_s: until all had met and were one group.
+        transfer_s: until its sections were here.
+        open_s: until it was connected to its neighbours and loaded data.
+    """
+
+    wait_s: float = 0.0
+    meet_s: float = 0.0
+    transfer_s: float = 0.0
+    open_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShare:
+    """Samples that a member has read for a step.
+
+    Attributes:
+        first, end: positions ``first <= i < end`` of the global batch.
+        digest: of their ids in that order (``varuna.order.digest_of``).
+    """
+
+    first: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one member did in a step.
+
+    Attributes:
+        busy_s: seconds in which it ran tasks; 0 for a spare.
+        samples: those that it read, on the first stage of each pipeline.
+    """
+
+    busy_s: float = 0.0
+    samples: SampleShare | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """A step whose update has been made.
+
+    Attributes:
+        generation: in which it was committed.
+        step_index: the step.
+        duration_s: until the update was made, in however many generations.
+        num_samples: of the global batch, as its commit has counted them.
+        committed: what the commit returned, as text that only members read.
+        work: done here for it.
+    """
+
+    generation: int
+    step_index: int
+    duration_s: float
+    num_samples: int
+    committed: str
+    work: StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +122,7 @@ class HaltReport:
         committed: what that commit returned, as text that only members read.
         held_sections: what this worker has, up to date.
         reason: why it halted, for people.
+        store_address: ``host:port`` of the store that it offers for the next generation.
     """
 
     generation: int
@@ -63,6 +132,7 @@ class HaltReport:
     committed: str
     held_sections: tuple[int, ...]
     reason: str
+    store_address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

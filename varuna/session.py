@@ -324,6 +324,7 @@ class Varuna:
         return self._member
 
     def _start(self) -> Member:
+        self._request.job.at("start")
         world = join_world(self._config, self._device)
         self._store = world.store
         with self._guarded(), preserved_generators(self._device), store_as_peer():

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch.distributed import Store
 
-from varuna.generations import Formation, HaltReport, SectionTransfer, Verdict
+from varuna.generations import Formation, HaltReport, SectionTransfer, StepReport, Verdict
 from varuna.morph.messages import Described
 from varuna.run.generation import Generation
-from varuna.spec import Plan, Step
+from varuna.run.meeting import Meeting
+from varuna.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,9 @@ class ScriptedControl:
         self._on_formed = on_formed
         self.generation: Generation | None = None
 
-    def ready(self, digest: str) -> Formation:
+    def ready(self, digest: str, store_address: str) -> Formation:
         assert digest
+        assert store_address
         first = next(index for index, one in enumerate(self.script) if self._worker in one.workers)
         return self._verdict(first).formation
 
@@ -60,8 +62,8 @@ class ScriptedControl:
         self._store.set(f"halted/{following}/{self._worker}", json.dumps(asdict(report)))
         return self._verdict(following)
 
-    def forming(self, generation: Generation) -> None:
-        if generation.index > 0:
+    def forming(self, generation: Generation | Meeting) -> None:
+        if generation.index > 0 and isinstance(generation, Generation):
             threading.Thread(target=self._watch, args=(generation,), daemon=True).start()
 
     def _watch(self, generation: Generation) -> None:
@@ -84,9 +86,10 @@ class ScriptedControl:
     def describe(self, description: Described) -> None:
         assert description.sections
 
-    def step_done(self, generation_index: int, step: Step) -> None:
+    def step_done(self, report: StepReport) -> None:
         assert self.generation is not None
-        assert generation_index <= self.generation.index
+        assert report.generation <= self.generation.index
+        assert report.committed
 
     def before_step(self, step_index: int) -> None:
         """Pause where the script says so; only one worker asks, the others find out."""
@@ -112,6 +115,7 @@ class ScriptedControl:
             transfers=self._transfers(now, holders),
             state_rank=now.workers.index(min(stayed)),
             next_step=next_step,
+            store_address=reports[now.workers[0]]["store_address"],
         )
         return Verdict(formation=formation, committed=committed)
 

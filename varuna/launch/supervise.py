@@ -6,7 +6,8 @@ changes nothing.
 
 In a job that has a manager (``is_managed``) a worker that a signal ended changes nothing either, nor does a
 newcomer that fails: the manager decides how the others go on, or that they cannot (``job_failed``). Such a job
-has ended well if the last of its workers has.
+has ended well if the last of its workers has. On one of several machines (``stays``) the job is over when the
+manager says so (``job_ended``), or when this machine leaves it (``leave``).
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _AFTER_INTERRUPT = (
 _AFTER_TERMINATE = (
     Escalation(after_s=0.0, signum=signal.SIGTERM),
     Escalation(after_s=3.5, signum=signal.SIGKILL),
+)
+_AFTER_JOB = (
+    Escalation(after_s=3.0, signum=signal.SIGTERM),
+    Escalation(after_s=4.0, signum=signal.SIGKILL),
 )
 _AT_ONCE = (Escalation(after_s=0.0, signum=signal.SIGKILL),)
 
@@ -108,11 +113,13 @@ class Outcome:
 class Supervisor:
     """Follows the workers of one job. Times are seconds on one monotonic clock."""
 
-    def __init__(self, num_workers: int, *, is_managed: bool = False) -> None:
+    def __init__(self, num_workers: int, *, is_managed: bool = False, stays: bool = False) -> None:
         self._ends: dict[int, WorkerEnd] = {}
         self._waiting = set(range(num_workers))
-        self._founders = frozenset(range(num_workers))
+        self._founders = set(range(num_workers))
         self._is_managed = is_managed
+        self._stays = stays
+        self._job_code: int | None = None  # once the job is over, though this machine's workers may not tell
         self._survived: list[int] = []  # workers whose ends did not end the job, in that order
         self._alive: set[int] = set()
         self._records: dict[int, FailureRecord] = {}
@@ -124,8 +131,11 @@ class Supervisor:
 
     @property
     def is_done(self) -> bool:
-        """No worker is alive and none is to start."""
-        return not self._alive and not self._waiting
+        """No worker is alive and none is to start, now or later."""
+        waits = (
+            self._stays and self._ending != ()
+        )  # when all was tried to end it, it waits no longer for a word
+        return not self._alive and not self._waiting and not waits
 
     @property
     def is_ending(self) -> bool:
@@ -138,11 +148,13 @@ class Supervisor:
             self._waiting.discard(worker_index)
             self._alive.add(worker_index)
 
-    def worker_added(self, worker_index: int) -> bool:
-        """A newcomer is to start; False if the job ends and it should not."""
+    def worker_added(self, worker_index: int, *, founds: bool = False) -> bool:
+        """One more is to start, a newcomer unless it ``founds``; False if the job ends and it should not."""
         if self.is_ending or self.is_done:
             return False
         self._waiting.add(worker_index)
+        if founds:
+            self._founders.add(worker_index)
         return True
 
     def worker_failed(self, record: FailureRecord, now_s: float) -> bool:
@@ -167,11 +179,29 @@ class Supervisor:
         self._end(_AFTER_FAILURE, now_s)
         return False
 
-    def job_failed(self, reason: str, now_s: float) -> None:
-        """The manager says that the job cannot go on."""
+    def job_failed(self, reason: str, now_s: float, code: int = 1) -> None:
+        """The manager says that the job cannot go on; on one of several machines its exit code is the job's."""
         if not self.is_ending:
             self._lost = self._lost or f"the job cannot go on: {reason}."
+        self._end_stay(code)
         self._end(_AFTER_FAILURE, now_s)
+
+    def job_ended(self, now_s: float) -> None:
+        """The manager says that the job is done; a newcomer that has not heard it may still be here."""
+        if self._stays:
+            self._end_stay(0)
+            self._end(_AFTER_JOB, now_s)
+
+    def leave(self, signum: signal.Signals, grace_s: float, now_s: float) -> bool:
+        """A signal that asks this machine to leave the job: its workers have ``grace_s``.
+
+        Returns whether that was news; if not, treat it as ``stop_requested``.
+        """
+        if self._ending is not None:
+            return False
+        self._stopped_by, self._stays = signum, False
+        self._end((Escalation(after_s=grace_s, signum=signal.SIGKILL),), now_s)
+        return True
 
     def manager_lost(self, reason: str, now_s: float) -> None:
         """There will be no manager any more: a worker's death now ends the job, one a short while ago too."""
@@ -181,7 +211,9 @@ class Supervisor:
             self._end(_AFTER_FAILURE, now_s)
 
     def store_lost(self, now_s: float) -> None:
-        """The rendezvous store died: workers can not find each other again."""
+        """The rendezvous store died: workers can not find each other again, unless a manager helps them."""
+        if self._is_managed:
+            return  # later generations have stores of their own; in a start that fails, workers say why
         self._lost = self._lost or "the process that hosts the rendezvous store died (out of memory?)."
         self._end(_AFTER_FAILURE, now_s)
 
@@ -189,11 +221,13 @@ class Supervisor:
         """The zygote ended, with this exit code or minus this signal; its workers end with it, unreported."""
         how = f"with code {code}, see above" if code >= 0 else f"by signal {-code} (out of memory?)"
         self._lost = f"the process that starts workers ended {how}, and all workers with it."
+        self._stays = False
         for worker_index in tuple(self._alive | self._waiting):
             self._settle(worker_index, None, now_s)
 
     def stop_requested(self, signum: signal.Signals, now_s: float) -> None:
         """A signal to the launcher; a second one ends everything at once."""
+        self._stays = False
         if self._ending is not None:
             self._ending, self._ending_since_s = _AT_ONCE, now_s
             return
@@ -222,11 +256,15 @@ class Supervisor:
         ends = tuple(self._ends[index] for index in sorted(self._ends))
         if self._stopped_by is not None:
             return Outcome(exit_code=128 + self._stopped_by, stopped_by=self._stopped_by, others=ends)
+        if self._job_code == 0:
+            return Outcome(exit_code=0, others=self._without(None))
         root = self._root(ends)
         if root is None:
-            return Outcome(exit_code=1 if self._lost else 0, others=self._without(None), lost=self._lost)
+            code = self._job_code or int(bool(self._lost))
+            return Outcome(exit_code=code, others=self._without(None), lost=self._lost)
         lost = "" if root.record is not None and self._survived else self._lost  # it says the same
-        return Outcome(exit_code=root.exit_code, root=root, others=self._without(root), lost=lost)
+        code = self._job_code or root.exit_code
+        return Outcome(exit_code=code, root=root, others=self._without(root), lost=lost)
 
     def _root(self, ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
         """The end that ended the job; None if it ended well, or by something other than a worker."""
@@ -243,6 +281,10 @@ class Supervisor:
         """All other ends, but for those long ago that the job survived."""
         ends = sorted(self._ends.items())
         return tuple(end for index, end in ends if end is not root and index not in self._survived)
+
+    def _end_stay(self, code: int) -> None:
+        if self._stays:
+            self._stays, self._job_code = False, code
 
     def _settle(self, worker_index: int, code: int | None, at_s: float) -> None:
         self._alive.discard(worker_index)

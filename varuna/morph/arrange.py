@@ -25,6 +25,7 @@ class Candidate:
         speed: as a share of its peers'.
         rests: it is too slow to get work, if the others can do without it.
         leaving: it was asked to go; ``deadline_s`` is when, on any clock, None if that is not known.
+        store_address: of the store that it offers.
     """
 
     incarnation: str
@@ -35,6 +36,7 @@ class Candidate:
     rests: bool = False
     leaving: bool = False
     deadline_s: float | None = None
+    store_address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ def arrange(
                 transfers=transfers,
                 state_rank=state_rank,
                 next_step=next_step,
+                store_address=members[0].store_address,
             )
             for rank in range(len(members))
         ),

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Protocol
 
 from varuna.errors import ConfigError, RunError, WantedEnd
-from varuna.generations import Formation, HaltReport, Verdict
+from varuna.generations import Formation, FormingTimes, HaltReport, StepReport, Verdict
 from varuna.morph.link import Link, Refusal
 from varuna.morph.messages import (
     Abort,
@@ -32,7 +34,7 @@ from varuna.morph.messages import (
     encode,
 )
 from varuna.morph.terminal import take_terminal
-from varuna.spec import Plan, Step
+from varuna.spec import Plan
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
@@ -46,6 +48,7 @@ class LiveGeneration(Protocol):
     index: int
     pause: bool
     plan: Plan
+    forming_times: FormingTimes
 
     def abort(self, reason: str) -> None:
         """End it at once, from any thread."""
@@ -70,6 +73,7 @@ class ManagedControl:
         self._description: Described | None = None
         self._orders: queue.SimpleQueue[Form | Leave | Refusal] = queue.SimpleQueue()
         self._newest_order = -1
+        self._wait_s = 0.0
         self._link = Link(
             f"{url}/worker",
             token,
@@ -103,15 +107,18 @@ class ManagedControl:
         self._description = description
         self._link.send(encode(description))
 
-    def ready(self, digest: str) -> Formation:
+    def ready(self, digest: str, store_address: str) -> Formation:
         """See ``varuna.run.member.Control``."""
-        self._tell(Ready(digest=digest))
+        self._tell(Ready(digest=digest, store_address=store_address))
         return self._next_order().formation
 
     def halted(self, report: HaltReport) -> Verdict:
         """See ``varuna.run.member.Control``."""
+        halted_s = time.monotonic()
         self._tell(Halted(report=report))
-        return self._next_order()
+        verdict = self._next_order()
+        self._wait_s = time.monotonic() - halted_s
+        return verdict
 
     def forming(self, generation: LiveGeneration) -> None:
         """See ``varuna.run.member.Control``."""
@@ -126,15 +133,19 @@ class ManagedControl:
         with self._lock:
             generation.pause = generation.index in self._paused
         plan = generation.plan if generation.index == 0 else None
-        self._tell(Formed(generation=generation.index, plan=plan))
+        times = replace(generation.forming_times, wait_s=self._wait_s)
+        self._tell(Formed(generation=generation.index, plan=plan, times=times))
 
-    def step_done(self, generation_index: int, step: Step) -> None:
+    def step_done(self, report: StepReport) -> None:
         """See ``varuna.run.member.Control``."""
         message = StepDone(
-            generation=generation_index,
-            step_index=step.index,
-            duration_s=step.duration_s,
-            num_samples=step.num_samples,
+            generation=report.generation,
+            step_index=report.step_index,
+            duration_s=report.duration_s,
+            busy_s=report.work.busy_s,
+            num_samples=report.num_samples,
+            committed=report.committed,
+            samples=report.work.samples,
         )
         self._link.send(encode(message))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from varuna.morph.arrange import Arrangement, Candidate, LostState, NoPlan, arrange
 from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
 from varuna.morph.messages import (
@@ -21,6 +23,7 @@ from varuna.morph.planning import PlanFor
 from varuna.morph.policy import Policy
 from varuna.morph.record import GenerationRecord, JobRecord, WorkerRecord, WorkerStatus
 from varuna.morph.recovery import LostSections, Recovery, recover
+from varuna.morph.times import morph_times, render_times
 from varuna.morph.wishes import num_used, wish_of
 
 _NUM_COSTS = 20
@@ -45,8 +48,8 @@ class Endings:
     def _send(self, recipient: str, message: ToWorker | ToAgent) -> None:
         self._out.append(Send(recipient=recipient, message=message))
 
-    def _tell(self, kind: str, text: str) -> None:
-        self._out.append(Tell(text=text, kind=kind))
+    def _tell(self, kind: str, text: str, figures: Mapping[str, float] | None = None) -> None:
+        self._out.append(Tell(text=text, kind=kind, figures=figures or {}))
 
     def _enter(self, phase: Phase, reason: str, now_s: float) -> None:
         assert phase in TRANSITIONS[self.job.phase] or phase is self.job.phase, (self.job.phase, phase)
@@ -86,17 +89,22 @@ class Endings:
         if any(member.incarnation not in generation.formed for member in job.members()):
             return
         assert generation.plan is not None
+        num_members = len(generation.members)
+        figures = {"members": float(num_members), "workers": float(num_used(generation.plan))}
+        took = ""
         if job.phase is Phase.FORMING and job.stopped_s is not None:
             job.morph_costs_s = [*job.morph_costs_s, now_s - job.stopped_s][-_NUM_COSTS:]
+            times = morph_times(job, now_s)
+            figures |= times
+            took = f"; {render_times(times)}"
         job.stopped_s = None
         job.durations_s = []
-        num_members = len(generation.members)
         text = (
             f"generation {generation.number} runs from step {max(generation.next_step, job.num_committed)} on: "
             f"{num_used(generation.plan)} of {num_members} workers, {len(generation.plan.pipelines)} pipelines"
         )
         self._enter(Phase.RUNNING, text, now_s)
-        self._tell("running", text)
+        self._tell("running", text + took, figures)
         self._consider(now_s)
 
     def _consider(self, now_s: float) -> None:
@@ -149,8 +157,18 @@ class Endings:
             self._replace(worker)
 
     def _replace(self, worker: WorkerRecord) -> None:
-        if self.policy.replace_lost and worker.agent and worker.leaving is None:
-            self._send(worker.agent, StartWorker())
+        job = self.job
+        if not self.policy.replace_lost or not worker.agent or worker.leaving is not None:
+            return
+        if not worker.has_state:  # it was lost before it had joined
+            job.num_lost_newcomers += 1
+            if job.num_lost_newcomers >= self.policy.max_same_failures:
+                self._tell(
+                    "lost", f"{job.num_lost_newcomers} newcomers were lost one after the other: no more come"
+                )
+                return
+        self._tell("adding", f"one more worker asked of {worker.agent}, for {worker.incarnation}")
+        self._send(worker.agent, StartWorker())
 
     def _on_newcomer_gone(self, worker: WorkerRecord, failure: str, now_s: float) -> None:
         job = self.job
@@ -198,8 +216,9 @@ class Endings:
         self._tell("done", self.job.reason)
         self._end_job("")
 
-    def _fail(self, reason: str, now_s: float) -> None:
+    def _fail(self, reason: str, now_s: float, *, code: int = 1) -> None:
         self._enter(Phase.FAILED, reason, now_s)
+        self.job.exit_code = code
         self._tell("failed", reason)
         self._end_job(reason)
 
@@ -210,7 +229,7 @@ class Endings:
             if is_newcomer or (has_halted and worker.status is WorkerStatus.MEMBER):
                 self._dismiss(worker, failure or "the job is done")
         for agent in self.job.agents:
-            self._send(agent, JobEnded(failure=failure))
+            self._send(agent, JobEnded(failure=failure, code=self.job.exit_code))
 
     # --- a generation ends ------------------------------------------------------------------
 
@@ -254,11 +273,17 @@ class Endings:
                 rests=member.rests_until_s is not None,
                 leaving=member.leaving is not None,
                 deadline_s=None if member.leaving is None else member.leaving.deadline_s,
+                store_address=generation.reports[member.incarnation].store_address,
             )
             for member in members
         ]
         candidates += [
-            Candidate(incarnation=newcomer.incarnation, machine=newcomer.machine) for newcomer in job.ready()
+            Candidate(
+                incarnation=newcomer.incarnation,
+                machine=newcomer.machine,
+                store_address=newcomer.store_address,
+            )
+            for newcomer in job.ready()
         ]
         number = generation.number + 1
         result = arrange(number, recovery.next_step, candidates, job.description, self._plan_for)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from varuna.errors import ProtocolError
-from varuna.generations import Formation, HaltReport
+from varuna.generations import Formation, FormingTimes, HaltReport, SampleShare
 from varuna.spec import Plan, SectionSpec
 
 _T = TypeVar("_T")
@@ -49,16 +49,29 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """A newcomer has captured the model and can be given a place. ``digest`` is of its sections."""
+    """A newcomer has captured the model and can be given a place.
+
+    Attributes:
+        digest: of its sections.
+        store_address: of the store that it offers, as in ``HaltReport``.
+    """
 
     digest: str
+    store_address: str = ""
 
 
 class Formed(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """The generation is open here and works. ``plan`` is told by rank 0 of the first generation."""
+    """The generation is open here and works.
+
+    Attributes:
+        generation: which.
+        plan: told by rank 0 of the first generation.
+        times: what it took.
+    """
 
     generation: int
     plan: Plan | None = None
+    times: FormingTimes = FormingTimes()
 
 
 class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -70,6 +83,7 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
         busy_s: in which this worker ran tasks; 0 if that was not measured.
         num_samples: of the global batch.
         committed: what its commit returned; if all who saw it are lost, the manager can still tell the others.
+        samples: of the global batch, that this worker has read.
     """
 
     generation: int
@@ -78,6 +92,7 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
     busy_s: float = 0.0
     num_samples: int
     committed: str = ""
+    samples: SampleShare | None = None
 
 
 class Halted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -89,12 +104,33 @@ class Halted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=
 # --- an agent says --------------------------------------------------------------------------
 
 
+class Offer(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """It can run workers, and waits to be told which.
+
+    Attributes:
+        num_workers: how many; 0 of one that only wants to hear how the job ends.
+        number: counts the offers of one agent from 1; the same one again is no news.
+    """
+
+    num_workers: int
+    number: int = 1
+
+
 class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """A process was started. ``rank`` for those that found the job, None for newcomers."""
+    """A process was started.
+
+    Attributes:
+        incarnation, machine: its name, and where it is.
+        rank: of those that found the job; None for newcomers.
+        attempt: of founding the job, as in ``StartFounders``.
+        pid: of the process there; 0 if not known.
+    """
 
     incarnation: str
     machine: str
     rank: int | None = None
+    attempt: int = 0
+    pid: int = 0
 
 
 class WorkerExited(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -118,12 +154,22 @@ class LeaveAsked(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fie
         incarnation, machine: one of them, the other empty.
         deadline_s: seconds until it is gone; 0 if that is not known.
         source: who says so: ``aws``, ``user``, ``SIGTERM`` and so on.
+        event_id: the source's name for it. Told again under the same name, it replaces what was told.
     """
 
     incarnation: str = ""
     machine: str = ""
     deadline_s: float = 0.0
     source: str
+    event_id: str = ""
+
+
+class LeaveWithdrawn(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What a ``LeaveAsked`` for a machine announced will not happen; whoever has not left yet may stay."""
+
+    machine: str
+    source: str
+    event_id: str = ""
 
 
 # --- the manager's own watch says --------------------------------------------------------
@@ -134,6 +180,12 @@ class WorkerLost(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fie
 
     incarnation: str
     reason: str
+
+
+class AgentLost(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """An agent's connection has ended, and it has not come back."""
+
+    agent: str
 
 
 class CheckpointComplete(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -185,29 +237,59 @@ class Leave(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=T
     reason: str
 
 
+class Alive(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """To an agent: the manager is at work. Told about once a second."""
+
+
 class StopWorker(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """To an agent: kill a process that was fenced."""
 
     incarnation: str
 
 
+class Welcome(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """To an agent, whenever it connects: what its workers have to know.
+
+    Attributes:
+        run_id: name of the run.
+        store_port: where the store listens, on the manager's machine.
+    """
+
+    run_id: str
+    store_port: int
+
+
+class StartFounders(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """To an agent: start ``count`` of the ``size`` workers that found the job, from rank ``first_rank`` on.
+
+    ``attempt`` counts from 0: founding begins anew if a machine is lost before the first generation is open.
+    """
+
+    count: int
+    first_rank: int
+    size: int
+    attempt: int = 0
+
+
 class StartWorker(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """To an agent: start a newcomer."""
+    """To an agent: start newcomers. ``offer``: of which of its offers; heard again, it is not obeyed again."""
 
     count: int = 1
+    offer: int = 0
 
 
 class JobEnded(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """To agents: the job cannot go on, or is done (``failure`` empty)."""
+    """To agents: the job cannot go on, or is done (``failure`` empty). ``code`` is its exit code."""
 
     failure: str = ""
+    code: int = 0
 
 
 FromWorker = Beat | Described | Ready | Formed | StepDone | Halted
-FromAgent = WorkerStarted | WorkerExited | LeaveAsked
-FromWatch = WorkerLost | CheckpointComplete
+FromAgent = Offer | WorkerStarted | WorkerExited | LeaveAsked | LeaveWithdrawn
+FromWatch = WorkerLost | AgentLost | CheckpointComplete
 ToWorker = Pause | Abort | Form | Leave
-ToAgent = StopWorker | StartWorker | JobEnded
+ToAgent = Welcome | Alive | StopWorker | StartFounders | StartWorker | JobEnded
 
 _from_worker = msgspec.json.Decoder(FromWorker)
 _from_agent = msgspec.json.Decoder(FromAgent)

@@ -6,8 +6,8 @@ import enum
 
 from msgspec import Struct, field
 
-from varuna.generations import HaltReport
-from varuna.morph.messages import CheckpointComplete, Described, Form
+from varuna.generations import FormingTimes, HaltReport
+from varuna.morph.messages import CheckpointComplete, Described, Form, StartFounders, StartWorker
 from varuna.morph.phases import Phase
 from varuna.spec import Plan
 
@@ -40,12 +40,13 @@ class WorkerRecord(Struct, kw_only=True):
     Attributes:
         incarnation: its name.
         status: how far it has come.
-        agent, machine: who started it, and where; empty until its agent has told.
+        agent, machine, pid: who started it, and where; empty until its agent has told.
         founding_rank: its rank in generation 0, None for newcomers.
         digest: of a newcomer's sections.
+        store_address: of the store that a newcomer offered when it was ready.
         ready_s: when it was ready, on the manager's clock.
         has_state: it knows schedulers, loss scale and step count: it was in a generation that opened.
-        leaving: who asked it to go.
+        leaving: who asked it to go; ``asked`` are all who did, by source and the source's name for it.
         speed: as a share of its peers', as far as is known.
         rests_until_s: it is too slow to get work before then; ``num_rests`` counts such times.
         ended_well: its script ended.
@@ -56,17 +57,34 @@ class WorkerRecord(Struct, kw_only=True):
     status: WorkerStatus = WorkerStatus.STARTED
     agent: str = ""
     machine: str = ""
+    pid: int = 0
     founding_rank: int | None = None
     digest: str = ""
+    store_address: str = ""
     ready_s: float = 0.0
     has_state: bool = False
     leaving: Leaving | None = None
+    asked: dict[str, Leaving] = field(default_factory=dict)
     speed: float = 1.0
     rests_until_s: float | None = None
     num_rests: int = 0
     ended_well: bool = False
     gone_reason: str = ""
     is_fenced: bool = False
+
+
+class OfferRecord(Struct, kw_only=True):
+    """What an agent can run.
+
+    Attributes:
+        num_workers: how many workers.
+        number: of the offer.
+        order: what the agent was told; None while the job gathers workers.
+    """
+
+    num_workers: int
+    number: int
+    order: StartFounders | StartWorker | None = None
 
 
 class GenerationRecord(Struct, kw_only=True):
@@ -80,7 +98,7 @@ class GenerationRecord(Struct, kw_only=True):
         micro_batch_s: predicted seconds for a micro-batch, per pipeline and stage; empty without a prediction.
         next_step: the step it began with.
         givers: members without a stage that only give their sections away and then leave.
-        formed: members in which it is open.
+        formed: members in which it is open, and what that took.
         reports: of members that have halted.
         committed_step, committed: the newest step whose commit is known to have returned on any member, and
             what it returned, as far as members have told.
@@ -95,7 +113,7 @@ class GenerationRecord(Struct, kw_only=True):
     micro_batch_s: tuple[tuple[float, ...], ...] = ()
     next_step: int = 0
     givers: tuple[str, ...] = ()
-    formed: set[str] = field(default_factory=set)
+    formed: dict[str, FormingTimes] = field(default_factory=dict)
     reports: dict[str, HaltReport] = field(default_factory=dict)
     committed_step: int = -1
     committed: str = ""
@@ -111,6 +129,9 @@ class JobRecord(Struct, kw_only=True):
         description: what rank 0 said.
         workers: all incarnations ever heard of, in that order.
         agents: all agents ever heard of.
+        offers: of agents, by name, in the order in which they came; ``offered_s`` is when the last one came.
+        attempt: of founding the job with workers that agents offered.
+        exit_code: of the job, once it has ended.
         generation: the newest.
         checkpoint: the newest complete one.
         num_committed: steps that have happened.
@@ -121,6 +142,7 @@ class JobRecord(Struct, kw_only=True):
         arrivals_s: when recent newcomers became ready.
         durations_s: of recent steps.
         newcomer_failures: how often newcomers ended with the same failure.
+        num_lost_newcomers: that were lost before they had joined, since one has.
     """
 
     phase: Phase = Phase.FOUNDING
@@ -129,6 +151,10 @@ class JobRecord(Struct, kw_only=True):
     description: Described | None = None
     workers: dict[str, WorkerRecord] = field(default_factory=dict)
     agents: list[str] = field(default_factory=list)
+    offers: dict[str, OfferRecord] = field(default_factory=dict)
+    offered_s: float = 0.0
+    attempt: int = 0
+    exit_code: int = 0
     generation: GenerationRecord = field(default_factory=lambda: GenerationRecord(number=0))
     checkpoint: CheckpointComplete | None = None
     num_committed: int = 0
@@ -139,6 +165,7 @@ class JobRecord(Struct, kw_only=True):
     arrivals_s: list[float] = field(default_factory=list)
     durations_s: list[float] = field(default_factory=list)
     newcomer_failures: dict[str, int] = field(default_factory=dict)
+    num_lost_newcomers: int = 0
 
     def with_status(self, *statuses: WorkerStatus) -> list[WorkerRecord]:
         """Workers of these statuses, in the order in which they were first heard of."""

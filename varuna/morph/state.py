@@ -8,18 +8,21 @@ Every message may come again, and late: what was done already is not done twice,
 generation is ignored, and what a worker says after it is gone or was fenced changes nothing. Messages of one
 sender come in order; those of different senders in any.
 
-``phases.py`` has the states of the job, ``ending.py`` what follows when a generation is over.
+``phases.py`` has the states of the job, ``agents.py`` what follows from what agents say, ``ending.py`` what
+follows when a generation is over.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
-from varuna.morph.ending import Endings
-from varuna.morph.instructions import Instruction
+from varuna.morph.agents import Agents
+from varuna.morph.gathering import is_gathering
+from varuna.morph.instructions import Instruction, SamplesTold
 from varuna.morph.judging import judge, note_busy
 from varuna.morph.messages import (
     Abort,
+    AgentLost,
     Beat,
     CheckpointComplete,
     Described,
@@ -28,9 +31,10 @@ from varuna.morph.messages import (
     FromWatch,
     FromWorker,
     Halted,
-    JobEnded,
     Leave,
     LeaveAsked,
+    LeaveWithdrawn,
+    Offer,
     Pause,
     Ready,
     StepDone,
@@ -42,14 +46,14 @@ from varuna.morph.messages import (
 from varuna.morph.phases import ENDED, Phase
 from varuna.morph.planning import PlanFor
 from varuna.morph.policy import Policy
-from varuna.morph.record import JobRecord, Leaving, WorkerRecord, WorkerStatus
+from varuna.morph.record import JobRecord, WorkerRecord, WorkerStatus
 from varuna.morph.slowness import WINDOW
 
 _NUM_REMEMBERED = 20
 """Recent steps, morphs and arrivals that decisions look at."""
 
 
-class Manager(Endings):
+class Manager(Agents):
     """Decides membership and plan of one job.
 
     Args:
@@ -78,9 +82,11 @@ class Manager(Endings):
             return ()
         if isinstance(message, WorkerLost):
             self._on_lost(message, now_s)
+        elif isinstance(message, AgentLost):
+            self._on_agent_lost(message, now_s)
         elif isinstance(message, CheckpointComplete):
             self._on_checkpoint(message)
-        elif isinstance(message, WorkerStarted | WorkerExited | LeaveAsked):
+        elif isinstance(message, Offer | WorkerStarted | WorkerExited | LeaveAsked | LeaveWithdrawn):
             self._on_agent(sender, message, now_s)
         else:
             self._on_worker(sender, message, now_s)
@@ -91,10 +97,14 @@ class Manager(Endings):
         self._out = []
         job, policy, generation = self.job, self.policy, self.job.generation
         if job.phase is Phase.FOUNDING:
-            if job.loss_s is not None and now_s >= job.loss_s + policy.founding_grace_s:
-                self._fail(
-                    "a worker was lost before the first generation was formed; start the job again", now_s
-                )
+            if policy.min_workers and is_gathering(job):
+                self._gather(now_s)
+            elif job.loss_s is not None and now_s >= job.loss_s + policy.founding_grace_s:
+                why = "a worker was lost before the first generation was formed"
+                if policy.min_workers:
+                    self._gather_again(why, now_s)
+                else:
+                    self._fail(f"{why}; start the job again", now_s)
         elif job.phase is Phase.RUNNING:
             if job.wait_until_s is not None and now_s >= job.wait_until_s:
                 self._consider(now_s)
@@ -137,8 +147,11 @@ class Manager(Endings):
             for worker in job.workers.values():
                 if worker.agent == recipient and worker.is_fenced:
                     self._send(recipient, StopWorker(incarnation=worker.incarnation))
+            offer = job.offers.get(recipient)
+            if offer is not None and offer.order is not None:
+                self._send(recipient, offer.order)
             if job.phase in ENDED:
-                self._send(recipient, JobEnded(failure=job.reason if job.phase is Phase.FAILED else ""))
+                self._send(recipient, self._job_ended())
         return tuple(self._out)
 
     def _on_checkpoint(self, message: CheckpointComplete) -> None:
@@ -191,6 +204,7 @@ class Manager(Endings):
         if worker.status is not WorkerStatus.STARTED:
             return
         worker.status, worker.digest, worker.ready_s = WorkerStatus.READY, message.digest, now_s
+        worker.store_address = message.store_address
         job.arrivals_s = [*job.arrivals_s, now_s][-_NUM_REMEMBERED:]
         self._tell("ready", f"{worker.incarnation} is ready to join")
         if job.phase is Phase.WAITING:
@@ -204,7 +218,9 @@ class Manager(Endings):
             return
         if generation.members and worker.incarnation not in generation.members:
             return
-        generation.formed.add(worker.incarnation)
+        generation.formed[worker.incarnation] = message.times
+        if not worker.has_state and worker.founding_rank is None:
+            self.job.num_lost_newcomers = 0
         worker.has_state = True
         if self.job.phase is Phase.FOUNDING:
             if message.plan is not None and generation.plan is None:
@@ -215,17 +231,20 @@ class Manager(Endings):
 
     def _on_step_done(self, worker: WorkerRecord, message: StepDone) -> None:
         job, members = self.job, self.job.generation.members
-        if message.generation != job.generation.number or (members and worker.incarnation not in members):
+        if members and worker.incarnation not in members:
             return
-        if message.step_index >= job.num_committed:
-            job.durations_s = [*job.durations_s, message.duration_s][-_NUM_REMEMBERED:]
-        self._witness(message.step_index, message.committed)
-        self._commit_until(message.step_index + 1, message.num_samples)
+        if message.generation == job.generation.number:
+            if message.step_index >= job.num_committed:
+                job.durations_s = [*job.durations_s, message.duration_s][-_NUM_REMEMBERED:]
+            self._witness(message.step_index, message.committed)
+            self._commit_until(message.step_index + 1, message.num_samples)
+        if message.samples is not None and message.step_index < job.num_committed:
+            self._out.append(SamplesTold(step_index=message.step_index, samples=message.samples))
 
     def _judge(self, worker: WorkerRecord, message: StepDone, now_s: float) -> None:
         note_busy(self.job, worker, message)
         if self.job.phase is Phase.RUNNING and message.step_index % WINDOW == WINDOW - 1:
-            news = judge(self.job, now_s)
+            news = judge(self.job, now_s, self.policy.rest_s)
             for text in news:
                 self._tell("slow", text)
             if news:
@@ -252,100 +271,3 @@ class Manager(Endings):
             self._decide_if_all(now_s)
         elif job.phase in (Phase.RUNNING, Phase.FORMING, Phase.FINISHING):
             self._end_generation(f"{name} halted: {report.reason}", now_s)
-
-    # --- what agents say --------------------------------------------------------------------
-
-    def _on_agent(self, sender: str, message: WorkerStarted | WorkerExited | LeaveAsked, now_s: float) -> None:
-        if sender not in self.job.agents:
-            self.job.agents.append(sender)
-        if isinstance(message, WorkerStarted):
-            self._on_started(sender, message, now_s)
-        elif isinstance(message, WorkerExited):
-            self._on_exited(sender, message, now_s)
-        elif isinstance(message, LeaveAsked):
-            self._on_leave_asked(message, now_s)
-        else:
-            assert_never(message)
-
-    def _on_started(self, sender: str, message: WorkerStarted, now_s: float) -> None:
-        job = self.job
-        worker = job.workers.setdefault(message.incarnation, WorkerRecord(incarnation=message.incarnation))
-        worker.agent, worker.machine = sender, message.machine
-        if job.phase in ENDED:
-            self._send(sender, JobEnded(failure=job.reason if job.phase is Phase.FAILED else ""))
-        elif worker.is_fenced:
-            self._send(sender, StopWorker(incarnation=worker.incarnation))
-        if job.phase is Phase.FOUNDING and worker.founding_rank is None:
-            worker.founding_rank = message.rank
-            if message.rank is not None and worker.status is WorkerStatus.GONE:
-                self._on_member_gone(worker, now_s)
-            else:
-                self._found_if_complete(now_s)
-
-    def _on_exited(self, sender: str, message: WorkerExited, now_s: float) -> None:
-        name = message.incarnation
-        worker = self.job.workers.setdefault(name, WorkerRecord(incarnation=name, agent=sender))
-        if worker.status is WorkerStatus.GONE:
-            worker.is_fenced = False  # it cannot come back
-            return
-        status, worker.status = worker.status, WorkerStatus.GONE
-        worker.gone_reason = _ending_of(message)
-        if self.job.phase in ENDED or status is WorkerStatus.LEAVING:
-            return
-        if status is WorkerStatus.MEMBER or worker.founding_rank is not None:
-            if message.failure or message.code > 0:
-                self._fail(f"{name} {worker.gone_reason}", now_s)
-            elif message.code == 0:
-                worker.ended_well = True
-                self._on_ended_well(worker, now_s)
-            else:
-                self._on_member_gone(worker, now_s)
-        else:
-            self._on_newcomer_gone(worker, message.failure, now_s)
-
-    def _on_lost(self, message: WorkerLost, now_s: float) -> None:
-        name = message.incarnation
-        worker = self.job.workers.setdefault(name, WorkerRecord(incarnation=name))
-        if worker.status is WorkerStatus.GONE:
-            return
-        status = worker.status
-        self._fence(worker, message.reason)
-        if self.job.phase in ENDED or status is WorkerStatus.LEAVING:
-            return
-        if status is WorkerStatus.MEMBER or worker.founding_rank is not None:
-            self._on_member_gone(worker, now_s)
-        else:
-            self._on_newcomer_gone(worker, "", now_s)
-
-    def _on_leave_asked(self, message: LeaveAsked, now_s: float) -> None:
-        job = self.job
-        deadline_s = now_s + message.deadline_s if message.deadline_s > 0 else None
-        asked = [
-            worker
-            for worker in job.workers.values()
-            if worker.status not in (WorkerStatus.GONE, WorkerStatus.LEAVING)
-            and (
-                worker.incarnation == message.incarnation
-                or (message.machine and worker.machine == message.machine)
-            )
-        ]
-        for worker in asked:
-            known = worker.leaving
-            if known is None:
-                within = f" within {message.deadline_s:g} s" if deadline_s is not None else ""
-                self._tell("notice", f"{worker.incarnation} is asked to leave{within} ({message.source})")
-            elif deadline_s is None or (known.deadline_s is not None and known.deadline_s <= deadline_s):
-                continue
-            worker.leaving = Leaving(source=message.source, deadline_s=deadline_s)
-            if worker.status is not WorkerStatus.MEMBER and worker.founding_rank is None:
-                self._dismiss(worker, "it was asked to leave before it had joined")
-        if asked and job.phase is Phase.RUNNING:
-            self._consider(now_s)
-
-
-def _ending_of(message: WorkerExited) -> str:
-    if message.failure:
-        return f"failed: {message.failure}"
-    if message.code < 0:
-        return f"was ended by signal {-message.code}"
-    return f"exited with code {message.code}"

@@ -20,6 +20,9 @@ from varuna.run.failure import published_failure
 from varuna.run.world import World
 
 _POLL_S = 0.01
+_SHORT_POLL_S = 0.001
+_MOST_WAIT_S = 5.0
+"""Rank 0 waits no longer than this for others to see that all have come: one may have died just then."""
 _END = "the end of its script"
 _T = TypeVar("_T")
 
@@ -53,7 +56,8 @@ class Calls:
         self._aborted = reason or "aborted"
 
     def meet(self, call: str) -> None:
-        """Return when every worker has made this call.
+        """Return when every worker has made this call; on rank 0, which may serve the store, also when every
+        other worker has seen that: its script may end now, and the store with it.
 
         Raises:
             ProtocolError: another worker makes a different one, or its script has ended.
@@ -62,9 +66,17 @@ class Calls:
         self.announce(call)
         if self._is_alone:
             return
-        for rank in range(self._world.size):
-            if rank != self._world.rank:
-                self._wait_for(rank, call)
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        for rank in others:
+            self._wait_for(rank, call)
+        if self._world.rank != 0:
+            self._store.set(f"seen/{self._world.rank}", str(self._made[0]))
+            return
+        go_on_s = time.monotonic() + _MOST_WAIT_S
+        for rank in others:
+            while not self._has_seen(rank) and time.monotonic() < go_on_s:
+                self._check_life(rank, call)
+                time.sleep(_SHORT_POLL_S)
 
     def in_turn(self, call: str, work: Callable[[], _T]) -> _T:
         """Do ``work`` on rank 0 and each machine's first worker, then on the others: it is in the cache.
@@ -92,12 +104,20 @@ class Calls:
                     )
                 if index >= mine:
                     return
-            if self._aborted:
-                raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}: {self._aborted}.")
-            failure = published_failure(self._world.store, self._generation, timeout_s=0.0)
-            if failure is not None:
-                raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}.")
+            self._check_life(rank, call)
             time.sleep(_POLL_S)
+
+    def _check_life(self, rank: int, call: str) -> None:
+        """Raise ``PeerLost`` if it makes no sense to wait any longer."""
+        if self._aborted:
+            raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}: {self._aborted}.")
+        failure = published_failure(self._world.store, self._generation, timeout_s=0.0)
+        if failure is not None:
+            raise PeerLost(f"Gave up waiting for worker {rank} to come to {call}.")
+
+    def _has_seen(self, rank: int) -> bool:
+        key = f"seen/{rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= self._made[0]
 
     def _call_of(self, rank: int) -> tuple[int, str] | None:
         if not self._store.check([str(rank)]):

@@ -6,12 +6,13 @@ from a new plan. What outlives it (model, optimizer, loss scale, step number) is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from varuna.generations import FormingTimes, StepWork
 from varuna.plan.spans import COMMIT
 from varuna.run.buffers import BufferSync
 from varuna.run.calls import Calls
@@ -47,11 +48,13 @@ class Generation:
         job: what the user asked for.
         partitions: the model's sections.
         parameters: those held here, by name; may be set later, before ``open``.
+        hang_up: ends every wait for the store, from any thread.
 
     Attributes:
         reduced_step: a step whose gradients are reduced and whose commit has not returned: another worker may
             know how it ended.
         pause: asked to end after the step under way; every member finds out in that step's commit.
+        forming_times: what its forming took, if it followed another.
     """
 
     def __init__(
@@ -64,17 +67,20 @@ class Generation:
         partitions: Partitions,
         parameters: Mapping[str, nn.Parameter],
         forming_timeout_s: float = 300.0,
+        hang_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.index = index
         self.plan = plan
         self.reduced_step: int | None = None
         self.pause = False
+        self.forming_times = FormingTimes()
         self.groups = Groups(world, index, forming_timeout_s=forming_timeout_s)
         self.calls = Calls(world, index)
         self.world = world
         self.parameters = parameters
         self.partitions = partitions
         self.job = job
+        self._hang_up = hang_up
         self._channels: StageChannels | None = None
         self._worker: StageWorker | None = None
         self._num_evaluations = 0
@@ -130,6 +136,10 @@ class Generation:
         self.keep_step()
         return committed
 
+    def work(self) -> StepWork:
+        """What was done here in the last step."""
+        return StepWork() if self._worker is None else self._worker.work()
+
     def keep_step(self) -> None:
         """The step under way is committed: ``undo_step`` has nothing to undo any more."""
         self.reduced_step = None
@@ -167,6 +177,7 @@ class Generation:
     def abort(self, reason: str) -> None:
         """The disorderly end: neighbours hear of it at once, and no wait here lasts; from any thread."""
         self.calls.abort(reason)
+        self._hang_up()
         if self._channels is not None:
             self._channels.close(reason, timeout_s=0.5)
         self.groups.close()

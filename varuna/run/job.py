@@ -16,6 +16,8 @@ LossWeight = Callable[[Any], float | torch.Tensor]
 """The user's ``loss_weight``: a collated batch to the weight of its loss."""
 
 POINTS = (
+    "start",
+    "join",
     "step",
     "forward",
     "final backward",
@@ -24,10 +26,12 @@ POINTS = (
     "committed",
     "form",
     "transfer",
+    "save",
 )
-"""Where a worker can be: a step begins, a micro-batch's forward begins, the last backward of the step begins,
-gradients are all there, they are reduced and the commit begins, the commit has returned, a generation is being
-formed, a section is about to change hands."""
+"""Where a worker can be: it starts, a newcomer is ready for a place, a step begins, a micro-batch's forward
+begins, the last backward of the step begins, gradients are all there, they are reduced and the commit begins,
+the commit has returned, a generation is being formed, a section is about to change hands, a part of a
+checkpoint is about to be written."""
 
 
 def _nothing(_point: str) -> None:

@@ -11,16 +11,17 @@ makes the update from the scalars; otherwise the step is undone here and runs ag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from varuna.errors import PeerLost
-from varuna.generations import Formation, HaltReport, Verdict
+from varuna.generations import Formation, HaltReport, StepReport, Verdict
 from varuna.run.commit import Committed, committed_from_text, committed_to_text
 from varuna.run.generation import Generation
+from varuna.run.meeting import Meeting, StoreOffer, store_as_peer
 from varuna.run.reform import Worker, form, next_generation
-from varuna.spec import Step
 
 _T = TypeVar("_T")
 
@@ -28,19 +29,25 @@ _T = TypeVar("_T")
 class Control(Protocol):
     """Whoever decides, as one member sees it; calls come from the training thread."""
 
-    def ready(self, digest: str) -> Formation:
-        """A newcomer has captured the model and can take sections; wait for a place. ``digest`` is of them."""
+    def ready(self, digest: str, store_address: str) -> Formation:
+        """A newcomer has captured the model and can take sections; wait for a place.
+
+        ``digest`` is of the sections, ``store_address`` what it offers, as in ``HaltReport``.
+        """
 
     def halted(self, report: HaltReport) -> Verdict:
         """Report, and wait for what follows. Raises ``WantedEnd`` if this worker is to leave."""
 
-    def forming(self, generation: Generation) -> None:
-        """A generation is about to be formed here; from now on it may be told to ``abort``, from any thread."""
+    def forming(self, generation: Generation | Meeting) -> None:
+        """A generation is about to be formed here; from now on it may be told to ``abort``, from any thread.
+
+        Called twice: first while its members meet, then with the generation itself.
+        """
 
     def formed(self, generation: Generation) -> None:
         """It is open here; from now on it may be told to ``pause``."""
 
-    def step_done(self, generation_index: int, step: Step) -> None:
+    def step_done(self, report: StepReport) -> None:
         """A step's update has been made here."""
 
 
@@ -70,7 +77,9 @@ class Member:
         self._tell_state = tell_state
         self._take_state = take_state
         self._committed: Committed | None = None
+        self._started_s = 0.0  # when the step under way began
         self._formation: Formation | None = None
+        self._offer: StoreOffer | None = None
         self._num_applied = 0
 
     @property
@@ -93,7 +102,8 @@ class Member:
     def join(self) -> None:
         """Wait for a place in a generation that is to come, and take it."""
         assert self._control is not None, "nobody who could give a place"
-        self._form(self._control.ready(self._worker.partitions.reference.digest))
+        self._worker.job.at("join")
+        self._form(self._control.ready(self._worker.partitions.reference.digest, self._offer_store()))
 
     def run_step(self, step_index: int, gradient_scale: float) -> Committed:
         """The outcome of a step, in however many generations it takes; ``update_done`` must follow.
@@ -101,10 +111,12 @@ class Member:
         Raises:
             PeerLost: a worker is gone and nobody decides how to go on.
         """
+        self._started_s = time.monotonic()
         while True:
             self._num_applied = step_index
             try:
-                self._committed = self.generation.run_step(step_index, gradient_scale)
+                with store_as_peer():
+                    self._committed = self.generation.run_step(step_index, gradient_scale)
                 return self._committed
             except PeerLost as error:
                 verdict = self._halt(error)
@@ -122,6 +134,8 @@ class Member:
         committed = self._committed
         assert committed is not None, "no step was run"
         self._num_applied = committed.step_index + 1
+        if self._control is not None:
+            self._control.step_done(self._step_report(committed))
         formation, self._formation = self._formation, None
         if formation is None and committed.pause and self._control is not None:
             self.generation.close()
@@ -133,7 +147,8 @@ class Member:
         """What all members do together and no step depends on: begun again in the next generation if broken."""
         while True:
             try:
-                return call(self.generation)
+                with store_as_peer():
+                    return call(self.generation)
             except PeerLost as error:
                 verdict = self._halt(error)
             self._form(verdict.formation)
@@ -156,16 +171,32 @@ class Member:
             committed="" if self._committed is None else committed_to_text(self._committed),
             held_sections=tuple(sorted(self._worker.held_sections)),
             reason=reason,
+            store_address=self._offer_store(),
         )
+
+    def _step_report(self, committed: Committed) -> StepReport:
+        return StepReport(
+            generation=self.generation.index,
+            step_index=committed.step_index,
+            duration_s=time.monotonic() - self._started_s,
+            num_samples=committed.num_samples,
+            committed=committed_to_text(committed),
+            work=self.generation.work(),
+        )
+
+    def _offer_store(self) -> str:
+        """A fresh one for whatever generation comes next; the one before ends, if it was never taken."""
+        self._offer = StoreOffer(self._worker.world.address)
+        return self._offer.address
 
     def _form(self, formation: Formation) -> None:
         """Open the next generation; if a member is lost meanwhile, the one after it, and so on."""
         assert self._control is not None
         while True:
-            generation = next_generation(self._worker, formation)
-            self._control.forming(generation)
             try:
-                job_state = form(self._worker, generation, formation, self._tell_state)
+                with store_as_peer():
+                    generation = self._meet(formation)
+                    job_state = form(self._worker, generation, formation, self._tell_state)
                 break
             except PeerLost as error:
                 report = replace(self._report(str(error)), generation=formation.generation)
@@ -174,3 +205,13 @@ class Member:
             self._take_state(job_state)
         self._generation = generation
         self._control.formed(generation)
+
+    def _meet(self, formation: Formation) -> Generation:
+        """The next generation, connected to its store; nothing else of it is there yet."""
+        assert self._control is not None
+        offer, self._offer = self._offer, None
+        meeting = Meeting(formation, offer)
+        self._control.forming(meeting)
+        generation = next_generation(self._worker, formation, meeting.connect(), meeting.hang_up)
+        self._control.forming(generation)
+        return generation

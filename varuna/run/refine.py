@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
+from torch.distributed import DistError  # type: ignore[attr-defined]
 
 from varuna.errors import ConfigError
 from varuna.plan.costs import StageCosts, stage_costs
@@ -92,7 +93,8 @@ class StageRefiner:
             self._note(spans)
         if self._num_seen == self._next_told:
             self._next_told = min(4 * self._next_told, self._next_told + _TOLD_EVERY)
-            self._tell()
+            with contextlib.suppress(DistError):  # the store is gone, and soon this plan
+                self._tell()
 
     def _note(self, spans: StepSpans) -> None:
         seconds: dict[str, list[float]] = {}

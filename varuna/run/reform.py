@@ -5,12 +5,15 @@ Called by every member of the new generation at the same time, survivors and new
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from varuna.generations import Formation
+from varuna.generations import Formation, FormingTimes
 from varuna.run.generation import Generation
 from varuna.run.groups import Group, World
 from varuna.run.handover import hand_over
@@ -45,9 +48,18 @@ class Worker:
     held_sections: set[int] = field(default_factory=set)
 
 
-def next_generation(worker: Worker, formation: Formation) -> Generation:
-    """The next generation as a value: nothing is connected yet, nothing moved."""
-    worker.world = replace(worker.world, rank=formation.rank, size=formation.size)
+def next_generation(
+    worker: Worker, formation: Formation, store: Store, hang_up: Callable[[], None]
+) -> Generation:
+    """The next generation as a value: nothing is connected yet, nothing moved.
+
+    Args:
+        worker: this worker.
+        formation: what it is like.
+        store: in which its members meet.
+        hang_up: ends every wait for it.
+    """
+    worker.world = replace(worker.world, rank=formation.rank, size=formation.size, store=store)
     return Generation(
         index=formation.generation,
         world=worker.world,
@@ -56,6 +68,7 @@ def next_generation(worker: Worker, formation: Formation) -> Generation:
         partitions=worker.partitions,
         parameters={},
         forming_timeout_s=FORMING_TIMEOUT_S,
+        hang_up=hang_up,
     )
 
 
@@ -73,27 +86,35 @@ def form(
     Raises:
         PeerLost: a member is gone: this generation is over before it began, and is closed.
     """
+    times_s = [time.monotonic()]
     try:
         worker.job.at("form")
         generation.calls.meet("the start of its generation")
         everyone = generation.groups.all
         told = tell_state() if formation.rank == formation.state_rank else b""
         job_state = everyone.all_gather_bytes(told)[formation.state_rank]
+        times_s.append(time.monotonic())
         _move(worker, formation, everyone)
+        times_s.append(time.monotonic())
         generation.parameters = worker.holding.held
         generation.open(formation.next_step)
+        times_s.append(time.monotonic())
     except BaseException as error:
         generation.abort(str(error))
         raise
+    meet_s, transfer_s, open_s = (later - earlier for earlier, later in pairwise(times_s))
+    generation.forming_times = FormingTimes(meet_s=meet_s, transfer_s=transfer_s, open_s=open_s)
     return job_state
 
 
 def _move(worker: Worker, formation: Formation, everyone: Group) -> None:
-    """Sections to their new holders; afterwards exactly those of the new stage are here."""
+    """Sections to their new holders; afterwards exactly those of the new stage are here.
+
+    Nothing is given up before all members have what they need: if one is lost meanwhile, another's old copy may
+    be the last.
+    """
     stage = formation.plan.stage_of(formation.rank)
     wanted = set() if stage is None else set(range(stage.first_section, stage.end_section))
-    given = {transfer.section_index for transfer in formation.transfers if transfer.source == formation.rank}
-    _keep_only(worker, wanted | given)
     states = SectionStates(worker.model, worker.holding, worker.partitions, worker.world.device)
     hand_over(
         everyone,
@@ -103,6 +124,7 @@ def _move(worker: Worker, formation: Formation, everyone: Group) -> None:
         before=lambda: worker.job.at("transfer"),
         arrived=worker.held_sections.add,
     )
+    everyone.barrier()
     _keep_only(worker, wanted)
     assert worker.held_sections == wanted, f"lacks sections {sorted(wanted - worker.held_sections)}"
 

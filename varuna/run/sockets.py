@@ -51,6 +51,15 @@ class SocketLedger:
         return False
 
 
+def shut_down_connections(host: str, port: int) -> None:
+    """Shut down all TCP connections of this process to one address; whoever waits on one gets an error."""
+    for descriptor in _socket_inodes():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            is_ip = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and duplicate.getpeername()[:2] == (host, port):
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+
 def _port_of(store: Store) -> int | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store

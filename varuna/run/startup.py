@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from varuna.config import WorldConfig
 from varuna.errors import ConfigError, PeerLost, WeightsDiffer
@@ -95,11 +95,14 @@ def _run_store(config: WorldConfig) -> Store:
 def join_world(config: WorldConfig, device: torch.device) -> World:
     """Meet the other workers of the run, for the next job of this process.
 
+    A worker that joins meets nobody yet: the others are at work. Its store comes with its place.
+
     Raises:
         PeerLost: the store or a worker was not reached in time.
     """
-    store = PrefixStore(f"job-{next(_JOB_NUMBERS)}", _run_store(config))
-    num_asked = 1 if config.joins else config.world_size  # the others are at work and do not answer
+    number = next(_JOB_NUMBERS)
+    store = HashStore() if config.joins else PrefixStore(f"job-{number}", _run_store(config))
+    num_asked = 1 if config.joins else config.world_size
     address = choose_address(store, config.rank, num_asked, config.master_addr, config.master_port)
     return World(
         rank=config.rank,
