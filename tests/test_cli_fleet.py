@@ -49,11 +49,13 @@ def test_a_trace_as_text(trace: str) -> None:
 
 def test_a_trace_as_json_with_other_assumptions(trace: str) -> None:
     options = ("--morph-seconds", "5", "--notice-seconds", "0", "--sudden-share", "1", "--seed", "3")
+    options += ("--start-seconds", "7")
     result = invoke(*ASK, "--trace", trace, *options, "--devices-per-machine", "2", "--json")
     assert result.exit_code == 0, result.output
     values = json.loads(result.output)
     assert values["options"] == {
         "morph_s": 5.0,
+        "start_s": 7.0,
         "notice_s": 0.0,
         "sudden_share": 1.0,
         "checkpoint_interval_s": 600.0,

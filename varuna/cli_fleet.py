@@ -20,7 +20,8 @@ _OPTIONS = (
     click.option("--devices-per-machine", type=click.IntRange(min=1), help="With --trace. Default: 1."),
     click.option("--price-spot", type=_SECONDS, help="With --trace: of one machine for one hour."),
     click.option("--price-on-demand", type=_SECONDS, help="With --trace: the same, never taken away."),
-    click.option("--morph-seconds", type=_SECONDS, help="With --trace: per re-plan. Default: 30, a guess."),
+    click.option("--morph-seconds", type=_SECONDS, help="With --trace: per re-plan. Default: 30, to be safe."),
+    click.option("--start-seconds", type=_SECONDS, help="With --trace: of a newcomer. Default: 0."),
     click.option("--notice-seconds", type=_SECONDS, help="With --trace: before a preemption. Default: 30."),
     click.option(
         "--sudden-share",
@@ -33,6 +34,7 @@ _OPTIONS = (
 
 _ASSUMPTIONS = {
     "morph_seconds": "morph_s",
+    "start_seconds": "start_s",
     "notice_seconds": "notice_s",
     "sudden_share": "sudden_share",
     "checkpoint_seconds": "checkpoint_interval_s",

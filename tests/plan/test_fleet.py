@@ -147,6 +147,21 @@ def test_newcomers_wait_for_the_end_of_a_step() -> None:
     assert [interval.num_pipelines for interval in result.intervals] == [1, 1, 2, 2, 2]
 
 
+def test_newcomers_start_while_the_others_train() -> None:
+    # c at 12 and d at 14 are ready at 25 and 27: at 32 there are four, 2 s of morph, steps of 5 s from 34 on.
+    text = seconds(_0="add a b", _12="add c", _14="add d", _50="remove a")
+    result = replay(text, morph_s=2, start_s=13)
+    assert vars(result.wall) == about(spent(morph=4, training=30 + 15, unfinished=1))
+    assert result.machines.spare_s == pytest.approx(20 + 18)
+
+
+def test_one_that_goes_before_it_is_ready_disturbs_nothing() -> None:
+    text = seconds(_0="add a b c", _12="add d", _20="remove d", _30="add d", _50="remove a")
+    result = replay(text, morph_s=2, start_s=15)
+    # The second d is ready at 45: from 52 on four would train.
+    assert vars(result.wall) == about(spent(morph=2, training=40, unfinished=8))
+
+
 def test_a_change_during_a_morph_starts_it_again_only_if_it_takes_a_machine_in_use() -> None:
     planner = TablePlanner({2: 10.0, 3: 10.0, 4: 5.0}, num_stages=2)
     joined = replay(seconds(_0="add a b", _4="add c", _40="remove a"), planner, morph_s=10)
@@ -261,6 +276,7 @@ def traces(draw: st.DrawFn) -> FleetTrace:
 OPTIONS = st.builds(
     FleetOptions,
     morph_s=st.sampled_from([0.0, 1.0, 45.0, 1000.0]),
+    start_s=st.sampled_from([0.0, 10.0, 500.0]),
     notice_s=st.sampled_from([0.0, 30.0, 120.0, 5000.0]),
     sudden_share=st.sampled_from([0.0, 0.3, 1.0]),
     checkpoint_interval_s=st.sampled_from([0.0, 100.0, 1e5]),

@@ -82,5 +82,6 @@ def test_a_trace_is_replayed(replayed: Finished, tmp_path: Path) -> None:
     assert figures["duration_s"] == pytest.approx(10.0)
     assert figures["num_steps"] > 5
     assert len(figures["morphs"]) >= 2
+    assert len(figures["starts_s"]) == 1
     assert 0 < figures["goodput"] <= 1.05
     assert f"goodput {figures['goodput']:.1%} of" in replayed.stdout

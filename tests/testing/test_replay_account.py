@@ -107,7 +107,9 @@ def test_a_notice_and_a_newcomer() -> None:
     log.steps(1, 2)
     log.add(2, "forming")
     log.running(2.5, 3)
+    log.add(4, "adding", count=1)
     log.steps(4.5, 6.5)
+    log.add(6.25, "ready")
     log.add(6.5, "forming")
     log.running(7, 4)
     log.steps(8, 9)
@@ -116,6 +118,8 @@ def test_a_notice_and_a_newcomer() -> None:
     assert result.wall_s[Activity.MORPH] == pytest.approx(1.0)
     assert result.lost["not in use"] == pytest.approx(5 * 0.5 + 5 * 0.5)  # gone 0.5 s early, 0.5 s too late
     assert result.lost["slower steps"] == pytest.approx(0)
+    assert result.starts_s == (2.25,)
+    assert "a newcomer was ready after 2.2 s (median of 1)" in render_replay(result)
 
 
 def test_waiting_and_going_back() -> None:

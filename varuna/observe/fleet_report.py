@@ -129,9 +129,10 @@ def _costs(report: FleetReport) -> list[str]:
 
 def _assumptions(report: FleetReport) -> list[str]:
     options = report.options
+    start = f"{options.start_s:g} s until a newcomer is ready; " if options.start_s else ""
     lines = [
-        f"Assumed: {options.morph_s:g} s per re-plan; preemptions come with {options.notice_s:g} s of notice, "
-        f"{options.sudden_share:.0%} of them without;",
+        f"Assumed: {options.morph_s:g} s per re-plan; {start}preemptions come with {options.notice_s:g} s of "
+        f"notice, {options.sudden_share:.0%} of them without;",
         f"a checkpoint every {options.checkpoint_interval_s:g} s, {options.restore_s:g} s to read one "
         f"(only where all holders of a section are lost).",
     ]

@@ -3,8 +3,9 @@
 What is assumed:
 
 - Every membership has the plan that would be chosen for so many machines; its steps take what was predicted.
-- A machine that joins waits until the step under way has ended; then the job re-plans, if that makes it faster,
-  which takes ``morph_s`` in which nobody trains. What a plan does not use is a spare: it is paid for.
+- A machine that joins gets ready for ``start_s``, while the others train, and waits until the step under way
+  has ended; then the job re-plans, if that makes it faster, which takes ``morph_s`` in which nobody trains. A
+  machine that a plan does not use is a spare: it is paid for.
 - A preemption with notice: the job re-plans when the step under way has ended, if that is before the machine
   goes; otherwise the step is lost. Either way the machine hands over what it holds in time.
 - A preemption without notice loses the step under way. If every machine that holds some section goes, all
@@ -38,9 +39,10 @@ class FleetOptions:
     """What a trace does not say.
 
     Attributes:
-        morph_s: seconds without training per re-plan, first start included. The default is a guess until it is
-            measured: groups form anew in 0.2 s, a stage's state of some GB travels in seconds, and a newcomer
-            needs about 10 s to start its process and libraries.
+        morph_s: seconds without training per re-plan, first start included. The default is a guess that is on
+            the safe side: what was measured is in ``docs/what-if.md``.
+        start_s: seconds from a machine's coming until it can be used: process, libraries, capture. Those that
+            are there when the trace begins are ready.
         notice_s: seconds from a preemption's notice to the machine's end: 120 on AWS, 30 on GCP and Azure.
         sudden_share: share of preemptions that come without notice, from 0 to 1. The default is a guess.
         checkpoint_interval_s: at least so long from one checkpoint to the next.
@@ -49,6 +51,7 @@ class FleetOptions:
     """
 
     morph_s: float = 30.0
+    start_s: float = 0.0
     notice_s: float = 30.0
     sudden_share: float = 0.1
     checkpoint_interval_s: float = 600.0
@@ -56,7 +59,7 @@ class FleetOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("morph_s", "notice_s", "checkpoint_interval_s", "restore_s"):
+        for name in ("morph_s", "start_s", "notice_s", "checkpoint_interval_s", "restore_s"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value} must be at least 0 and finite.")
@@ -76,11 +79,18 @@ def replay_fleet(trace: FleetTrace, planner: Planner, options: FleetOptions) -> 
         PlanError: no moment of the trace has enough machines.
     """
     replay = _Replay(planner, options)
-    for time_s, event in fleet_events(trace, options):
+    events = [*fleet_events(trace, options), *_starts(trace, options)]
+    for time_s, event in sorted(events, key=lambda event: event[0]):
         if time_s >= trace.end_s:
             break
         replay.advance(time_s)
-        replay.notice(event) if isinstance(event, str) else replay.change(event)
+        match event:
+            case None:
+                replay.ready()
+            case str():
+                replay.notice(event)
+            case FleetChange():
+                replay.change(event)
     replay.advance(trace.end_s)
     replay.finish()
     counts, ideal_samples = _machines_over_time(trace, planner)
@@ -135,6 +145,13 @@ def _machines_over_time(trace: FleetTrace, planner: Planner) -> tuple[tuple[Mach
     return tuple(counts), samples
 
 
+def _starts(trace: FleetTrace, options: FleetOptions) -> list[tuple[float, None]]:
+    """When newcomers can be used, if that is not at once."""
+    if not options.start_s:
+        return []
+    return [(change.time_s + options.start_s, None) for change in trace.changes if change.added]
+
+
 @dataclass(frozen=True)
 class _Pause:
     """Nobody trains until ``end_s``."""
@@ -153,6 +170,7 @@ class _Replay:
         self.now_s = 0.0
         self.present: list[str] = []
         self.leaving: set[str] = set()
+        self.starting: dict[str, float] = {}  # until when
         self.plan: FleetPlan | None = None
         self.slots: tuple[str, ...] = ()  # machine i of the plan
         self.used: frozenset[str] = frozenset()
@@ -227,13 +245,24 @@ class _Replay:
             self._replan()
         self._consider()
 
+    def ready(self) -> None:
+        """Machines that have started by now can be used."""
+        self.starting = {name: end_s for name, end_s in self.starting.items() if end_s > self.now_s}
+        if self.plan is None:
+            self._replan()
+        self._consider()
+
     def change(self, change: FleetChange) -> None:
         """Machines go and come."""
         was_used = any(name in self.used for name in change.removed)
         self.present = [name for name in self.present if name not in change.removed]
         lost = self._take_state(change.removed)
         self.leaving.difference_update(change.removed)
+        for name in change.removed:
+            self.starting.pop(name, None)
         self.present += change.added
+        if self.options.start_s > 0 and change.time_s > 0:
+            self.starting.update(dict.fromkeys(change.added, change.time_s + self.options.start_s))
         if lost:
             self.ledger.lose(self.now_s)
             self.needs_restore = True
@@ -275,7 +304,7 @@ class _Replay:
         self.wants_plan = is_faster or bool(self.used & self.leaving)
 
     def _staying(self) -> list[str]:
-        return [name for name in self.present if name not in self.leaving]
+        return [name for name in self.present if name not in self.leaving and name not in self.starting]
 
     # --- generations ---
 

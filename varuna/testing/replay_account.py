@@ -51,6 +51,8 @@ class ReplayResult:
         wall_s: seconds of the job by activity; their sum is ``duration_s``.
         lost: samples short of the ideal by cause; their sum is ``ideal_samples`` less ``samples``.
         morphs: per generation after the first, the figures of its ``running`` event (``morph/times.py``).
+        starts_s: seconds from asking for a newcomer until it was ready, the first asked for taken as the first
+            that is.
         segments: what the job did, in order.
     """
 
@@ -64,6 +66,7 @@ class ReplayResult:
     wall_s: Mapping[Activity, float]
     lost: Mapping[str, float]
     morphs: tuple[Mapping[str, float], ...]
+    starts_s: tuple[float, ...]
     segments: tuple[Segment, ...]
 
     @property
@@ -126,6 +129,7 @@ def account(
         },
         lost=_lost(segments, ideal, batch_size),
         morphs=tuple(books.morphs),
+        starts_s=tuple(books.starts_s),
         segments=segments,
     )
 
@@ -142,11 +146,13 @@ class _Books:
     segments: list[Segment] = field(default_factory=list)
     durations_s: dict[int, list[float]] = field(default_factory=dict)
     morphs: list[Mapping[str, float]] = field(default_factory=list)
+    asked_s: list[float] = field(default_factory=list)  # when newcomers were asked for that are not ready
+    starts_s: list[float] = field(default_factory=list)
 
     def take(self, event: LoggedEvent, at_s: float) -> None:
         """One event."""
         if event.kind == "running":
-            self._until(at_s, self.activity)
+            self._until(at_s, self.activity if self.activity in _STOPPED else Activity.MORPH)
             self.activity, self.is_clean = Activity.TRAINING, False
             self.members = int(event.figures["members"])
             if "stood_s" in event.figures:
@@ -162,6 +168,10 @@ class _Books:
         elif event.kind == "waiting":
             self._until(at_s, Activity.MORPH)
             self.activity = Activity.WAITING
+        elif event.kind == "adding":
+            self.asked_s += [at_s] * int(event.figures["count"])
+        elif event.kind == "ready" and self.asked_s:
+            self.starts_s.append(at_s - self.asked_s.pop(0))
         elif event.kind == "undone":
             self._undo(int(event.figures["first_step"]))
 

@@ -43,6 +43,10 @@ def render_replay(result: ReplayResult) -> str:
     lines.append(f"{'all':<42}{result.duration_s:>10.1f}{f'{total:.1%}':>15}")
     if result.morphs:
         lines += ["", _morphs(result)]
+    if result.starts_s:
+        lines.append(
+            f"a newcomer was ready after {median(result.starts_s):.1f} s (median of {len(result.starts_s)})"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -61,6 +65,7 @@ def replay_values(result: ReplayResult) -> dict[str, Any]:
         "wall_s": {activity.value: seconds for activity, seconds in result.wall_s.items()},
         "lost_samples": dict(result.lost),
         "morphs": [dict(morph) for morph in result.morphs],
+        "starts_s": list(result.starts_s),
     }
 
 
