@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna.config import SCHEDULE_NAMES, LayoutConfig, ProfileConfig, WorldConfig, cache_dir
+from varuna.config import SCHEDULE_NAMES, LayoutConfig, MorphConfig, ProfileConfig, WorldConfig, cache_dir
 from varuna.errors import ConfigError
 from varuna.plan import SCHEDULES
 
@@ -165,3 +165,27 @@ def test_cache_directory() -> None:
     assert cache_dir({"XDG_CACHE_HOME": "relative", "HOME": "/home/me"}) == Path("/home/me/.cache/varuna")
     with pytest.raises(ConfigError, match="VARUNA_CACHE_DIR"):
         cache_dir({})
+
+
+def test_how_a_job_goes_on() -> None:
+    assert MorphConfig.from_env({}) == MorphConfig()
+    assert MorphConfig.from_env({"VARUNA_MORPH": "0"}) is None
+    assert MorphConfig.from_env({"VARUNA_MORPH": "0"}, wanted=True) == MorphConfig()
+    environ = {
+        "VARUNA_HEARTBEAT_S": "3",
+        "VARUNA_MANAGER_S": "20",
+        "VARUNA_REPLACE_LOST": "1",
+        "VARUNA_REST_S": "1.5",
+    }
+    config = MorphConfig(heartbeat_limit_s=3.0, manager_limit_s=20.0, replace_lost=True, rest_s=1.5)
+    assert MorphConfig.from_env(environ) == config
+    without = MorphConfig.from_env(environ, replace_lost=False)
+    assert without is not None
+    assert not without.replace_lost
+
+
+@pytest.mark.parametrize("name", ["VARUNA_HEARTBEAT_S", "VARUNA_MANAGER_S", "VARUNA_REST_S"])
+@pytest.mark.parametrize("text", ["0.5", "inf", "nan", "soon"])
+def test_numbers_of_seconds_that_cannot_be(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{text}' is no number of seconds"):
+        MorphConfig.from_env({name: text})

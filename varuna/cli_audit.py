@@ -17,16 +17,16 @@ _NUM_SHOWN = 20
 
 @click.command()
 @click.argument("target", metavar="[RUN|JOURNAL]", default="")
-@click.option("--steps", type=click.IntRange(min=0), help="How many steps there should be. Default: any number.")
+@click.option("--steps", type=click.IntRange(min=0), help="How many there should be. Default: any number.")
 def audit(*, target: str, steps: int | None) -> None:
-    """Check which samples a run has trained on: nothing lost, nothing twice, nothing weighted otherwise.
+    r"""Check which samples a run has trained on: nothing lost, nothing twice, nothing weighted otherwise.
 
-    RUN is the name of a run that is at work; the newest by default. JOURNAL is a journal.sqlite or the folder of
-    logs (`varuna run --log-dir`) that it is in, of a run that is at work or over.
+    RUN is the name of a run that is at work; the newest by default. JOURNAL is a journal.sqlite, or the folder
+    of logs (`varuna run --log-dir`) that it is in, of a run that is at work or over.
 
     Which samples a step uses is a pure function of the seed, the step, the dataset's length and the batch size
-    (`varuna.sample_ids`). It is computed again for every step and compared with what the manager has written down
-    and with what workers have told that they read.
+    (`varuna.sample_ids`). It is computed again for every step and compared with what the manager has written
+    down and with what workers have told that they read.
 
     \b
     Exit codes: 0: as it should be; 1: something is wrong, each on a line; 2: there is no such journal.
@@ -84,5 +84,5 @@ def _journal(target: str) -> Path:
         raise ConfigError(f"There is no journal or folder {target!r}.")
     run = find_run(cache_dir(os.environ), target)
     if not run.journal:
-        raise ConfigError(f"The journal of run {run.run_id} is on the machine of its manager. Give its path there.")
+        raise ConfigError(f"The journal of run {run.run_id} is on its manager's machine. Give its path there.")
     return Path(run.journal)

@@ -281,17 +281,28 @@ class MorphConfig:
 
     Attributes:
         heartbeat_limit_s: a worker that is silent for so long is taken for dead.
+        manager_limit_s: so is the manager, and another is started in its place. It thinks about plans
+            meanwhile, so this is longer.
+        replace_lost: start a new worker for each one that is lost.
+        rest_s: how long a worker that is much slower than its peers gets no work; twice as long each time.
     """
 
     heartbeat_limit_s: float = 10.0
+    manager_limit_s: float = 60.0
+    replace_lost: bool = False
+    rest_s: float = 300.0
 
     @staticmethod
-    def from_env(environ: Mapping[str, str], wanted: bool | None = None) -> MorphConfig | None:
-        """Read ``VARUNA_MORPH`` (0 or 1, by default 1) and ``VARUNA_HEARTBEAT_S``.
+    def from_env(
+        environ: Mapping[str, str], wanted: bool | None = None, replace_lost: bool | None = None
+    ) -> MorphConfig | None:
+        """Read ``VARUNA_MORPH`` (0 or 1, by default 1), ``VARUNA_HEARTBEAT_S``, ``VARUNA_MANAGER_S``,
+        ``VARUNA_REPLACE_LOST`` (0 or 1, by default 0) and ``VARUNA_REST_S``.
 
         Args:
             environ: the variables.
             wanted: what a flag says instead of ``VARUNA_MORPH``.
+            replace_lost: what a flag says instead of ``VARUNA_REPLACE_LOST``.
 
         Returns:
             None if the job is to end with the first worker that is lost.
@@ -301,14 +312,15 @@ class MorphConfig:
         """
         if not (_flag("VARUNA_MORPH", environ.get("VARUNA_MORPH") or "1") if wanted is None else wanted):
             return None
-        text = environ.get("VARUNA_HEARTBEAT_S") or "10"
-        try:
-            limit_s = float(text)
-        except ValueError:
-            limit_s = 0.0
-        if not 1.0 <= limit_s < float("inf"):
-            raise ConfigError(f"VARUNA_HEARTBEAT_S={text!r} is no number of seconds. Set it to 1 or more.")
-        return MorphConfig(heartbeat_limit_s=limit_s)
+        if replace_lost is None:
+            replace_lost = _flag("VARUNA_REPLACE_LOST", environ.get("VARUNA_REPLACE_LOST") or "0")
+        usual = MorphConfig()
+        return MorphConfig(
+            heartbeat_limit_s=_seconds(environ, "VARUNA_HEARTBEAT_S", usual.heartbeat_limit_s),
+            manager_limit_s=_seconds(environ, "VARUNA_MANAGER_S", usual.manager_limit_s),
+            replace_lost=replace_lost,
+            rest_s=_seconds(environ, "VARUNA_REST_S", usual.rest_s),
+        )
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
@@ -343,6 +355,18 @@ def _integer(environ: Mapping[str, str], name: str, *, minimum: int, default: in
     if value < minimum:
         raise ConfigError(f"{name}={value} must be at least {minimum}.")
     return value
+
+
+def _seconds(environ: Mapping[str, str], name: str, default_s: float) -> float:
+    """A number of seconds from 1 on."""
+    text = environ.get(name) or str(default_s)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds < float("inf"):
+        raise ConfigError(f"{name}={text!r} is no number of seconds. Set it to 1 or more.")
+    return seconds
 
 
 def _optional_integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -91,6 +91,12 @@ class ScriptedControl:
         assert report.generation <= self.generation.index
         assert report.committed
 
+    def finished(self, report: HaltReport) -> None:
+        assert report.is_finished
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
     def before_step(self, step_index: int) -> None:
         """Pause where the script says so; only one worker asks, the others find out."""
         assert self.generation is not None

@@ -14,12 +14,22 @@ from aiohttp import web
 from tests.launch.jobs import wait_until
 from tests.morph.serving import TOKEN, Place, place
 from varuna.errors import ConfigError, RunError
-from varuna.generations import Formation, FormingTimes, HaltReport, SampleShare, StepReport, StepWork
+from varuna.generations import (
+    Formation,
+    FormingTimes,
+    HaltReport,
+    SampleShare,
+    StepReport,
+    StepWork,
+    Verdict,
+)
+from varuna.morph import control
 from varuna.morph.control import ManagedControl
 from varuna.morph.link import REASON_HEADER
 from varuna.morph.messages import (
     Abort,
     Beat,
+    Finished,
     Form,
     Formed,
     FromWorker,
@@ -251,6 +261,58 @@ def test_a_fenced_worker_gives_up_what_it_does_and_ends(setup: Setup) -> None:
         with pytest.raises(SystemExit) as ended:
             setup.control.halted(report(0))
         assert ended.value.code == 0
+
+
+def test_a_worker_that_has_finished_stays_until_it_gets_leave(setup: Setup) -> None:
+    found: list[Verdict | None] = []
+    waiting = threading.Thread(target=lambda: found.append(setup.control.finished(report(0))))
+    waiting.start()
+    assert setup.mouth.next(Finished).report == report(0)
+    setup.say(Abort(generation=7, reason="another generation"))
+    setup.cut()
+    assert setup.mouth.next(Finished).report == report(0), "a manager that was started again hears it again"
+    setup.say(Leave(reason="the job is done"))
+    waiting.join(TIMEOUT_S)
+    assert found == [None]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_worker_that_has_finished_helps_if_its_generation_ends(setup: Setup, is_early: bool) -> None:
+    generation = Generation(index=0)
+    setup.control.forming(generation)
+    abort = Abort(generation=0, reason="w2 is gone")
+    if is_early:
+        setup.say(abort)
+        wait_until(lambda: generation.aborted, TIMEOUT_S, "the abort")
+    found: list[Verdict | None] = []
+    waiting = threading.Thread(target=lambda: found.append(setup.control.finished(report(0))))
+    waiting.start()
+    if not is_early:
+        setup.mouth.next(Finished)
+        setup.say(abort)
+    assert setup.mouth.next(Halted).report == report(0)
+    setup.say(Form(formation=formation(1), committed="outcome"))
+    waiting.join(TIMEOUT_S)
+    assert found == [Verdict(formation=formation(1), committed="outcome")]
+
+
+def test_a_worker_that_has_finished_does_not_wait_for_ever_for_a_manager(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(control, "_LOOK_S", 0.05)
+    setup.at.end()
+    assert setup.control.finished(report(0)) is None
+
+
+def test_a_further_job_of_a_script_says_what_it_cannot() -> None:
+    managed = {"VARUNA_INCARNATION": "vm.0.1", "VARUNA_JOINS": "0"}
+    assert "only the first job of a script goes on" in control.note_on_further_job(managed)
+    assert control.note_on_further_job({**managed, "VARUNA_MANAGER": "http://127.0.0.1:1"}) == ""
+    assert control.note_on_further_job({"VARUNA_INCARNATION": ""}) == ""
+    for changed in ({"VARUNA_JOINS": "1"}, {"VARUNA_REFORMED": "1"}):
+        with pytest.raises(RunError, match="needs the workers that were started together"):
+            control.note_on_further_job({**managed, **changed})
 
 
 def test_a_wrong_token_is_an_error(setup: Setup) -> None:

@@ -19,6 +19,7 @@ from varuna.morph import journal as journal_module
 from varuna.morph.instructions import StepsCommitted, StepsUndone
 from varuna.morph.journal import Journal, ResumedClock
 from varuna.morph.ledger import audit
+from varuna.morph.ledger_table import read_ledger
 from varuna.morph.messages import Beat, Described, Ready, StepDone, WorkerStarted
 from varuna.morph.phases import Phase
 from varuna.morph.planning import Planned
@@ -50,7 +51,8 @@ def check_same(world: World, path: Path) -> None:
         order = again.order()
         if world.ledger:
             assert order is not None
-            assert audit(again.ledger(), order, len(world.ledger)) == ()
+            view = read_ledger(again.path)
+            assert audit(view.entries, order, len(world.ledger), view.shares) == ()
     finally:
         again.close()
         shutil.rmtree(copy)

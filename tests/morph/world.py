@@ -21,6 +21,7 @@ from varuna.morph.messages import (
     Abort,
     CheckpointComplete,
     Described,
+    Finished,
     Form,
     Formed,
     FromAgent,
@@ -248,7 +249,8 @@ class World:
         self.faults.append(f"save {len(self.ledger)}")
         complete = CheckpointComplete(next_step=len(self.ledger), address=f"step-{len(self.ledger)}")
         self.saved.append(complete)
-        self.deliver("", complete)
+        members = self.manager.job.members()
+        self.deliver(members[0].incarnation if members else "", complete)
 
     def _exit(self, worker: Worker, code: int, failure: str = "") -> None:
         worker.is_alive = False
@@ -302,9 +304,12 @@ class World:
         act = functools.partial
         if worker.mode == "starting":
             return [act(self._become_ready, worker)]
-        if worker.mode in ("ready", "halted"):
-            return [act(self._follow, worker)] if worker.orders else []
-        found: list[Action] = []
+        if worker.mode in ("ready", "halted", "finished"):
+            found = [act(self._follow, worker)] if worker.orders else []
+            if worker.mode == "finished" and worker.generation in worker.aborted:
+                found.append(act(self._halt, worker, "its script is over"))
+            return found
+        found = []
         record = self.generations[worker.generation]
         is_broken = worker.generation in worker.aborted
         others = [self.workers[name] for name in record.members if name != worker.name]
@@ -323,7 +328,7 @@ class World:
         elif worker.returned:
             found.append(act(self._update_done, worker))
         elif worker.num_applied == self.num_steps:
-            found.append(act(self._exit, worker, 0))
+            found.append(act(self._finish, worker))
         elif not worker.reduced:
             begun = record.begun.setdefault(worker.num_applied, set())
             if worker.name not in begun:
@@ -353,6 +358,7 @@ class World:
                 assert step == worker.num_applied
                 worker.committed_step, worker.committed = step, form.committed
                 self._update(worker)
+                self._tell_step(worker, worker.generation, step)
             worker.reduced = False
         if form.checkpoint:
             worker.num_applied, worker.versions = formation.next_step, {}
@@ -415,7 +421,9 @@ class World:
 
     def _formed(self, worker: Worker) -> None:
         if worker.formation is not None:
-            worker.num_applied = worker.formation.next_step if not worker.has_state else worker.num_applied
+            if not worker.has_state:
+                worker.num_applied = worker.num_seen = worker.formation.next_step
+            self._return(worker)
         worker.has_state = True
         worker.mode, worker.reduced, worker.returned = "running", False, False
         plan = worker.plan if worker.generation == 0 else None
@@ -447,24 +455,42 @@ class World:
         generation, step = worker.generation, worker.num_applied
         self._update(worker)
         worker.returned = False
-        pauses = json.loads(worker.committed)["pause"]
-        if pauses:
+        self._tell_step(worker, generation, step)
+        if json.loads(worker.committed)["pause"]:
             self._halt(worker, "asked to pause")
         else:
-            done = StepDone(
-                generation=generation,
-                step_index=step,
-                duration_s=1.0,
-                busy_s=world_parts.busy_s(worker),
-                num_samples=BATCH_SIZE,
-                committed=worker.committed if self.tells_commits else "",
-            )
-            self._say(worker, done, is_state=False)
+            self._return(worker)
+
+    def _return(self, worker: Worker) -> None:
+        """The script sees a step."""
+        if worker.num_applied > worker.num_seen:
+            worker.num_seen, worker.was_first = worker.num_applied, world_parts.rank_of(worker) == 0
+
+    def _tell_step(self, worker: Worker, generation: int, step: int) -> None:
+        done = StepDone(
+            generation=generation,
+            step_index=step,
+            duration_s=1.0,
+            busy_s=world_parts.busy_s(worker),
+            num_samples=BATCH_SIZE,
+            committed=worker.committed if self.tells_commits else "",
+            samples=world_parts.samples_of(worker, step),
+        )
+        self._say(worker, done, is_state=False)
+
+    def _finish(self, worker: Worker) -> None:
+        worker.mode = "finished"
+        self._say(worker, Finished(report=self._report(worker, "its script is over", is_finished=True)))
 
     def _halt(self, worker: Worker, reason: str) -> None:
+        report = self._report(worker, reason, is_finished=worker.mode == "finished")
+        worker.mode = "halted"
+        self._say(worker, Halted(report=report))
+
+    def _report(self, worker: Worker, reason: str, *, is_finished: bool) -> HaltReport:
         # a newcomer knows its step count only once it has been in a generation that opened
         num_applied = worker.num_applied if worker.has_state else 0
-        report = HaltReport(
+        return HaltReport(
             generation=worker.generation,
             num_applied=num_applied,
             reduced_step=worker.num_applied if worker.reduced else None,
@@ -472,9 +498,9 @@ class World:
             committed=worker.committed,
             held_sections=tuple(sorted(worker.versions)),
             reason=reason,
+            is_finished=is_finished,
+            was_first=is_finished and worker.was_first,
         )
-        worker.mode = "halted"
-        self._say(worker, Halted(report=report))
 
     # --- to the end -------------------------------------------------------------------------
 

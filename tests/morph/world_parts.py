@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from varuna.errors import PlanError
-from varuna.generations import Formation, SectionTransfer
+from varuna.generations import Formation, SampleShare, SectionTransfer
 from varuna.morph.messages import (
     Described,
     Form,
@@ -19,6 +19,7 @@ from varuna.morph.messages import (
     ToWorker,
 )
 from varuna.morph.planning import Planned
+from varuna.order import digest_of, sample_ids
 from varuna.plan.layout import simple_plan
 from varuna.spec import Plan, SectionSpec
 
@@ -71,12 +72,14 @@ class Worker:
     name: str
     agent: str
     is_newcomer: bool
-    mode: str = "starting"  # starting, ready, meeting, moving, opening, running, halted, ended
+    mode: str = "starting"  # starting, ready, meeting, moving, opening, running, halted, finished, ended
     generation: int = -1
     formation: Formation | None = None
     plan: Plan | None = None
     num_moved: int = 0
     num_applied: int = 0
+    num_seen: int = 0  # steps that its script has seen, and whether it was worker 0 at the last of them
+    was_first: bool = False
     reduced: bool = False
     returned: bool = False  # the commit of the step under way has returned here
     committed_step: int | None = None
@@ -120,12 +123,27 @@ def is_lost(other: Worker, worker: Worker) -> bool:
 def busy_s(worker: Worker) -> float:
     """Half a second for each micro-batch of its pipeline, if it is not slow."""
     assert worker.plan is not None
-    rank = 0 if worker.formation is None else worker.formation.rank
-    rank = int(worker.name[1:]) if worker.generation == 0 else rank
-    position = worker.plan.position_of(rank)
+    position = worker.plan.position_of(rank_of(worker))
     if position is None:
         return 0.0
     return 0.5 * worker.slowness * worker.plan.pipelines[position.pipeline_index].num_micro_batches
+
+
+def rank_of(worker: Worker) -> int:
+    """Its rank in its generation."""
+    return int(worker.name[1:]) if worker.formation is None else worker.formation.rank
+
+
+def samples_of(worker: Worker, step: int) -> SampleShare | None:
+    """What it has read for a step, if it is the first stage of a pipeline."""
+    assert worker.plan is not None
+    position = worker.plan.position_of(rank_of(worker))
+    if position is None or position.stage_index > 0:
+        return None
+    pipeline = worker.plan.pipelines[position.pipeline_index]
+    first, end = pipeline.first_micro_batch, pipeline.end_micro_batch  # of one sample each
+    ids = sample_ids(step, DESCRIBED.dataset_length, BATCH_SIZE, DESCRIBED.seed)
+    return SampleShare(first=first, end=end, digest=digest_of(ids[first:end]))
 
 
 def wanted_sections(worker: Worker) -> set[int]:

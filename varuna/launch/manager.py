@@ -1,4 +1,4 @@
-"""The manager's process, as the launcher sees it: forked by the zygote, and again whenever it dies.
+"""The manager's process, as the launcher sees it: forked by the zygote, and again whenever it dies or freezes.
 
 It always serves the same socket, which the launcher keeps: while no manager is there, connections wait in the
 socket's queue.
@@ -7,18 +7,43 @@ socket's queue.
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
+from varuna.config import MorphConfig
 from varuna.launch.protocol import Channel, StartManager
+from varuna.morph.heartbeat import Heartbeats
 from varuna.morph.runs import JOURNAL_NAME
 
+MANAGER_NAME = "manager"
 LOG_NAME = "manager.log"
 JOURNAL_NAMES = (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", f"{JOURNAL_NAME}-shm")
 """The manager's files: what went wrong in it, and what it knows."""
 
-_BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+ANY_ADDRESS = "0.0.0.0"
+BACKLOG = 1024
+"""Connections that wait while no manager is there."""
+
 _MANY = 5
 _WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyMachines:
+    """How a manager serves a job of many machines.
+
+    Attributes:
+        listener: what it serves on.
+        run_id, store_port: what it tells agents; see ``messages.Welcome``.
+        min_workers, settle_s: see ``Policy``.
+    """
+
+    listener: socket.socket
+    run_id: str
+    store_port: int
+    min_workers: int
+    settle_s: float
 
 
 class ManagerProcess:
@@ -27,26 +52,37 @@ class ManagerProcess:
     Args:
         token: the job's, handed over in the environment.
         log_dir: gets its standard error (its traceback if it fails), and its journal; one of an earlier job
-            there is removed.
-        heartbeat_limit_s: a worker that is silent for so long is taken for dead.
+            there is removed, unless the job has many machines.
+        config: what the user set.
+        many: how it serves many machines; None for one.
     """
 
-    def __init__(self, token: str, log_dir: Path, heartbeat_limit_s: float) -> None:
-        for name in (LOG_NAME, *JOURNAL_NAMES):
-            (log_dir / name).unlink(missing_ok=True)
+    def __init__(
+        self, token: str, log_dir: Path, config: MorphConfig, many: ManyMachines | None = None
+    ) -> None:
+        if many is None:
+            for name in (LOG_NAME, *JOURNAL_NAMES):
+                (log_dir / name).unlink(missing_ok=True)
         self.log_path = log_dir / LOG_NAME
         self.journal_path = log_dir / JOURNAL_NAME
+        limits = ["--heartbeat-limit", str(config.heartbeat_limit_s), "--rest", str(config.rest_s)]
+        flags = [*limits, *(["--replace-lost"] if config.replace_lost else []), *_arguments(many)]
         self._request = StartManager(
-            environ={"VARUNA_TOKEN": token},
-            arguments=["--journal", str(self.journal_path), "--heartbeat-limit", str(heartbeat_limit_s)],
+            environ={"VARUNA_TOKEN": token}, arguments=["--journal", str(self.journal_path), *flags]
         )
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._watch = Heartbeats(config.manager_limit_s)
+        self._listener = many.listener if many else socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        host, port = self._listener.getsockname()[:2]
+        self.url = f"http://{LOOPBACK if host == ANY_ADDRESS else host}:{port}"
         self._starts_s: list[float] = []
+        self._num_starts = 0
+        self._num_heard = 0
 
     def start(self, channel: Channel, now_s: float) -> None:
         """Have the zygote fork it."""
         self._starts_s = [*self._starts_s, now_s][-_MANY:]
+        self._num_starts += 1
+        self._watch.expect(MANAGER_NAME, str(self._num_starts), now_s)
         with self.log_path.open("ab") as log:
             channel.send(self._request, [self._listener.fileno(), log.fileno()])
 
@@ -54,6 +90,29 @@ class ManagerProcess:
         """Whether it has not died too often lately."""
         return len(self._starts_s) < _MANY or now_s - self._starts_s[0] > _WITHIN_S
 
+    def silent_s(self, num_heard: int, now_s: float) -> float:
+        """Seconds for which it has not been heard, if it has to be killed for that; else 0. It is told once.
+
+        Args:
+            num_heard: how many signs of life have come from it so far.
+            now_s: on the monotonic clock; call this several times in the limit.
+        """
+        if num_heard != self._num_heard:
+            self._num_heard = num_heard
+            self._watch.beat(MANAGER_NAME, str(self._num_starts), now_s)
+        for suspect in self._watch.suspects(now_s):
+            self._watch.fence(MANAGER_NAME, suspect.incarnation, suspect.reason)
+            return suspect.silent_s
+        return 0.0
+
     def close(self) -> None:
         """Serve no more: whoever connects is turned away at once. The process is left to the zygote."""
         self._listener.close()
+        self._watch.fence(MANAGER_NAME, str(self._num_starts), "nobody is expected any more")
+
+
+def _arguments(many: ManyMachines | None) -> list[str]:
+    if many is None:
+        return []
+    founding = ["--min-workers", str(many.min_workers), "--settle", str(many.settle_s)]
+    return ["--run-id", many.run_id, "--store-port", str(many.store_port), *founding]

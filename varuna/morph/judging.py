@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from varuna.morph.messages import StepDone
 from varuna.morph.record import JobRecord, WorkerRecord, WorkerStatus
-from varuna.morph.slowness import REST_BELOW, WINDOW, Pace, paces, rest_s
+from varuna.morph.slowness import REST_BELOW, REST_S, WINDOW, Pace, paces, rest_s
 
 _SPEED_CHANGE = 0.1
 """A speed that differs less from what is known is nothing new."""
@@ -17,8 +17,14 @@ def note_busy(job: JobRecord, worker: WorkerRecord, message: StepDone) -> None:
         job.generation.busy_s[worker.incarnation] = [*known, message.busy_s][-WINDOW:]
 
 
-def judge(job: JobRecord, now_s: float) -> list[str]:
-    """Set the speeds of members by their last steps; what is new about it, for people."""
+def judge(job: JobRecord, now_s: float, first_rest_s: float = REST_S) -> list[str]:
+    """Set the speeds of members by their last steps; what is new about it, for people.
+
+    Args:
+        job: changed in place.
+        now_s: seconds of the manager's clock.
+        first_rest_s: how long a worker that is too slow rests the first time.
+    """
     generation = job.generation
     assert generation.plan is not None
     ranks = {name: rank for rank, name in enumerate(generation.members)}
@@ -27,11 +33,11 @@ def judge(job: JobRecord, now_s: float) -> list[str]:
     for pace in paces(generation.plan, busy_s, _predicted_s(job)):
         worker = job.workers[generation.members[pace.rank]]
         if worker.status is WorkerStatus.MEMBER:
-            news += _judge_one(worker, pace, now_s)
+            news += _judge_one(worker, pace, now_s, first_rest_s)
     return news
 
 
-def _judge_one(worker: WorkerRecord, pace: Pace, now_s: float) -> list[str]:
+def _judge_one(worker: WorkerRecord, pace: Pace, now_s: float, first_rest_s: float) -> list[str]:
     speed = round(pace.speed, 2) if pace.is_chronic else 1.0
     if abs(speed - worker.speed) < _SPEED_CHANGE:
         return []
@@ -41,7 +47,7 @@ def _judge_one(worker: WorkerRecord, pace: Pace, now_s: float) -> list[str]:
         worker.num_rests = 0
         return [f"{worker.incarnation} is as fast as its peers again: {times}"]
     if speed < REST_BELOW and worker.rests_until_s is None:
-        worker.rests_until_s = now_s + rest_s(worker.num_rests)
+        worker.rests_until_s = now_s + rest_s(worker.num_rests, first_rest_s)
         worker.num_rests += 1
     return [f"{worker.incarnation} is slow: {times}"]
 

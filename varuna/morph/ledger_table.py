@@ -1,4 +1,4 @@
-"""The ledger on disk: two tables of the manager's journal, which ``varuna audit`` reads while the manager writes."""
+"""The ledger on disk: tables of the manager's journal, which `varuna audit` reads while it is written."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ class LedgerTable:
                 self._write_steps(instruction, self._order)
 
     def _write_steps(self, steps: StepsCommitted, order: SampleOrder) -> None:
-        row = self._database.execute(
-            f"SELECT {_ENTRY} FROM ledger ORDER BY step_index DESC LIMIT 1"
-        ).fetchone()
+        row = self._database.execute(f"SELECT {_ENTRY} FROM ledger ORDER BY step_index DESC LIMIT 1").fetchone()
         before = None if row is None else _entry(row)
         first = 0 if before is None else before.step_index + 1
         for step in range(first, steps.end_step):
@@ -136,14 +134,20 @@ def read_ledger(journal: Path) -> LedgerView:
     except (sqlite3.Error, msgspec.DecodeError, TypeError) as error:
         raise ConfigError(f"{journal} is no journal of a job, or is damaged: {error}.") from error
     if order is None:
-        raise ConfigError(f"{journal} does not say what its job is: that has not begun, or the file is damaged.")
+        raise ConfigError(
+            f"{journal} does not say what the job is: it has not begun, or the journal is damaged."
+        )
     return LedgerView(order=order, entries=entries, shares=shares)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """All that is read inside is of one moment."""
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+    is_closed = not path.with_name(
+        f"{path.name}-wal"
+    ).exists()  # then nobody writes, and no file has to be made
+    query = "immutable=1" if is_closed else "mode=ro"
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{query}", uri=True)) as database:
         database.execute("BEGIN")
         yield database
 

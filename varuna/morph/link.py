@@ -16,12 +16,15 @@ import asyncio
 import atexit
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
+
+from varuna.errors import ProtocolError
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits between attempts to connect; the last one is repeated."""
@@ -47,7 +50,8 @@ class Refusal:
     """The manager does not want this side.
 
     Attributes:
-        status: 401: wrong token; 410: this incarnation is out; others: it is no manager of this job.
+        status: 401: wrong token; 410: this incarnation is out; others: it is no manager of this job; 0: it said
+            something that is none of Varuna's messages.
         reason: for people.
     """
 
@@ -62,9 +66,9 @@ class Link:
         url: of the manager's socket: ``http://host:port/worker``.
         token: the job's.
         query: who this is, as query parameters.
-        received: called with each message, one after another, in a thread of the link's.
+        received: called with each message, one after another, in a thread of its own; it may take its time.
         greeting: messages that tell the manager this side's state, after each connect; called in the thread.
-        refused: called once, in the thread, if the manager does not want this side.
+        refused: called once, as ``received``, if the manager does not want this side.
         beat: a message to send where nothing else was sent for ``beat_s`` seconds.
         beat_s: see ``beat``; 0 for never.
     """
@@ -97,9 +101,12 @@ class Link:
         self._is_last = False  # all was sent, the connection is being closed
         self._patience_s = PATIENCE_S
         self._refusal: Refusal | None = None
+        self._inbox: queue.SimpleQueue[bytes | Refusal | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="varuna-link", daemon=True)
+        self._taker = threading.Thread(target=self._take, name="varuna-orders", daemon=True)
         self._owner_pid = os.getpid()
         self._thread.start()
+        self._taker.start()
         atexit.register(self.close)
 
     @property
@@ -127,6 +134,8 @@ class Link:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(patience_s + _FLUSH_S + 1.0)
+        if threading.current_thread() is not self._taker:
+            self._taker.join(_FLUSH_S)
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -135,8 +144,20 @@ class Link:
             self._loop.run_until_complete(self._until_closed())
         finally:
             self._loop.close()
-        if self._refusal is not None:
-            self._refused(self._refusal)
+            if self._refusal is not None:
+                self._inbox.put(self._refusal)
+            self._inbox.put(None)
+
+    def _take(self) -> None:
+        """The other thread: what has come is told, in order."""
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, Refusal):
+                self._refused(item)
+                continue
+            try:
+                self._received(item)
+            except ProtocolError as error:
+                self._refused(Refusal(status=0, reason=f"what it says cannot be read: {error}"))
 
     async def _until_closed(self) -> None:
         work = asyncio.ensure_future(self._keep_up())
@@ -205,7 +226,7 @@ class Link:
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in socket:
             if message.type == aiohttp.WSMsgType.BINARY:
-                await asyncio.to_thread(self._received, message.data)
+                self._inbox.put(message.data)
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         while True:

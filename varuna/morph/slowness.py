@@ -105,9 +105,9 @@ def _pace(rank: int, own_s: Sequence[float], peers_s: float) -> Pace:
     )
 
 
-def rest_s(num_rests: int) -> float:
+def rest_s(num_rests: int, first_s: float = REST_S) -> float:
     """How long a worker rests that has rested so many times before."""
-    return float(REST_S * 2**num_rests)
+    return float(first_s * 2**num_rests)
 
 
 # --- fewer micro-batches --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How long this worker ran tasks in a step: what a slow worker is found by, since waiting for others is no part."""
+"""How long this worker ran tasks in a step: slow workers are found by it, and waiting for others is no part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class BusyTime:
     """Adds up stretches of work; cheap enough to run in every step.
 
-    On a CPU that is the time from ``begin`` to ``end``. A CUDA device works on when the host has gone on: there it
-    is the time between two events on its stream.
+    On a CPU that is the time from ``begin`` to ``end``. A CUDA device works on when the host has gone on: there
+    it is the time between two events on its stream.
 
     Args:
         device: where the work is done.

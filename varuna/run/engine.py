@@ -106,7 +106,9 @@ def run_stage(
     """Run every task of ``schedule``; ``channels`` is None for a pipeline of one stage.
 
     Args:
-        program, schedule, channels: the stage.
+        program: the stage's work.
+        schedule: its order.
+        channels: to its neighbours.
         context: the step.
         record_trace: whether to note when each task ran.
         busy: gets the time that tasks take.
