@@ -154,6 +154,7 @@ def measure(situation: Situation, calibrated: Profile, repeats: int) -> list[obj
 def arguments() -> argparse.Namespace:
     """The shared command line and ``--quick``."""
     made = report.parser(__doc__ or "", repeats=3)
+    made.add_argument("--only", type=int, nargs="+", help="numbers of situations, from 1 on")
     made.add_argument("--quick", action="store_true", help="4 workers, small batches, once")
     return made.parse_args()
 
@@ -167,6 +168,8 @@ def main() -> None:
     if options.quick:
         options.repeats = 1
         wanted = [one for one in wanted if one.num_workers == 4 and one.batch_size == 16]
+    if options.only:
+        wanted = [wanted[number - 1] for number in options.only]
     names = dict.fromkeys(one.network for one in wanted)
     calibrated = {name: calibrate(wanted[0].profile(), NETWORKS[name]) for name in names}
     rows = []
