@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,51 @@ class Warm:
         variables = {**_cache(cache_dir), **(environ or {})}
         return self._start(directory, "varuna", ["run", *flags, *where, _script(script), *arguments], variables)
 
+    def command(self, directory: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Job:
+        """Any `varuna` command, with these variables more."""
+        return self._start(directory, "varuna", list(arguments), environ)
+
     def run_alone(self, directory: Path, script: str, *arguments: str, cache_dir: Path | None = None) -> Job:
         """The same without a launcher: nobody ends a worker that hangs."""
         environ = {"VARUNA_STAGES": "2", "VARUNA_MICRO_BATCH_SIZE": "1", **_cache(cache_dir)}
         return self._start(directory, "alone", [_script(script), *arguments], environ)
+
+    def start(
+        self,
+        directory: Path,
+        name: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        namespace: str = "",
+    ) -> int:
+        """A `varuna` command beside others; its process id. Its output is in ``name.out`` and ``name.err``."""
+        return int(
+            self.ask(
+                mode="start",
+                name=name,
+                arguments=list(arguments),
+                cwd=str(directory),
+                environ=dict(environ),
+                namespace=namespace,
+            )["pid"]
+        )
+
+    def join(self, pid: int) -> int:
+        """The exit code of one that was started so."""
+        (code,) = self.ask(mode="join", pid=pid)["codes"]
+        return int(code)
+
+    def left(self) -> list[str]:
+        """Processes that have outlived the commands that were started so; they are ended."""
+        return list(self.ask(mode="left")["left"])
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer to a request."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self.read()
 
     def read(self) -> dict[str, Any]:
         """The next answer."""

@@ -5,6 +5,8 @@
 - ``mode: "varuna"``: the real `varuna` command (launcher, zygote, store, workers), but the launcher and its
   zygote are forked from here and need not import anything.
 - ``mode: "alone"``: workers that nobody supervises; each must end by itself. The store is a process of its own.
+- ``mode: "start"``: as "varuna", but only the first answer comes: several commands run at once.
+- ``mode: "join"``: the end of one that was started so, by ``pid``; ``mode: "left"``: what is left of all.
 
 The answers: ``{"pid": ...}`` when it runs, then ``{"codes": [...], "ends_s": [...], "left": [...]}`` when it
 has ended: exit codes and monotonic times of the command (or of each worker), and what is left of it.
@@ -34,8 +36,9 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import varuna.session  # noqa: F401
+from tests.e2e.namespace import enter
 from varuna import cli
-from varuna.launch import local
+from varuna.launch import zygote_process
 from varuna.launch.processes import adopt_orphans, die_with_parent, num_threads
 from varuna.launch.protocol import Channel, Ready
 from varuna.launch.zygote import Zygote
@@ -75,7 +78,7 @@ class _ForkedZygote:
 
 
 def _fork_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[Any, Channel]:
-    """In the place of ``local.start_zygote``, which executes a new interpreter."""
+    """In the place of ``zygote_process.start_zygote``, which executes a new interpreter."""
     del num_workers
     ours, its = socket.socketpair()
     pid = os.fork()
@@ -85,7 +88,9 @@ def _fork_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[Any, Cha
     ours.close()
     os.setsid()
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    os.environ.pop("VARUNA_TOKEN", None)
     os.environ.update(environ)
     channel = Channel(its)
     channel.send(Ready(import_s=0.0))
@@ -94,7 +99,9 @@ def _fork_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[Any, Cha
 
 def _be_command(request: Mapping[str, Any]) -> int:
     """In a forked child: the `varuna` command."""
-    local.start_zygote = _fork_zygote  # type: ignore[assignment]
+    zygote_process.start_zygote = _fork_zygote  # type: ignore[assignment]
+    if request.get("namespace"):
+        enter(request["namespace"])
     sys.argv = ["varuna", *request["arguments"]]
     job: ForkedJob | None = None
     try:
@@ -183,9 +190,14 @@ def _end_what_is_left() -> list[str]:
     return left
 
 
-def _run_command(request: Mapping[str, Any]) -> None:
-    pid = _forked(lambda: _be_command(request), request, "command")
+def _start_command(request: Mapping[str, Any]) -> int:
+    pid = _forked(lambda: _be_command(request), request, request.get("name", "command"))
     _answer({"pid": pid})
+    return pid
+
+
+def _run_command(request: Mapping[str, Any]) -> None:
+    pid = _start_command(request)
     ended = _wait([pid])
     _answer({**ended, "left": _end_what_is_left()})
 
@@ -228,7 +240,16 @@ def main() -> None:
     _answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        (_run_command if request["mode"] == "varuna" else _run_alone)(request)
+        _MODES[request["mode"]](request)
+
+
+_MODES: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "varuna": _run_command,
+    "alone": _run_alone,
+    "start": _start_command,
+    "join": lambda request: _answer(_wait([request["pid"]])),
+    "left": lambda _: _answer({"left": _end_what_is_left()}),
+}
 
 
 if __name__ == "__main__":

@@ -123,24 +123,24 @@ def test_messages_come_back_from_json() -> None:
     assert decode_request(msgspec.json.encode(StartStore(host="h"))) == StartStore(host="h")
 
 
-def test_lines_get_a_prefix_however_they_arrive() -> None:
+def test_lines_get_a_prefix_however_they_arrive(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    log, shown = io.BytesIO(), io.BytesIO()
+    log, shown = (tmp_path / "log").open("wb"), io.BytesIO()
     stream = PrefixedStream(reader, "[worker 2] ", log, shown.write)
     for data in (b"a", b"b\ncd\n", "é".encode()[:1], "é".encode()[1:] + b"\n", b"last"):
         os.write(writer, data)
         assert stream.pump()
     os.close(writer)
     assert not stream.pump()
-    os.close(reader)
-    assert log.getvalue().decode() == "ab\ncd\né\nlast\n"
+    assert not stream.is_open
+    assert (tmp_path / "log").read_text() == "ab\ncd\né\nlast\n"
     assert shown.getvalue().decode() == "[worker 2] ab\n[worker 2] cd\n[worker 2] é\n[worker 2] last\n"
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
     (tmp_path / "worker-1.log").write_text("of an earlier run")
     output = Output(tmp_path, "first")
-    streams = output.streams_for(1)
+    streams = output.streams_for(1, False)
     os.write(streams.stdout, b"".join(b"line %d\n" % index for index in range(5000)))
     os.write(streams.stderr, b"the end\n")
     output.append(1, "Traceback\n")

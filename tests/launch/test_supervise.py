@@ -263,3 +263,72 @@ def test_without_a_manager_deaths_end_the_job_again(died_s: float, ends: bool) -
     assert supervisor.is_ending is ends
     supervisor.worker_exited(1, -9, 101.0, 101.0)
     assert supervisor.is_ending
+
+
+# --- one of several machines ----------------------------------------------------------------
+
+
+def staying(*founders: int) -> Supervisor:
+    supervisor = Supervisor(0, is_managed=True, stays=True)
+    for worker_index in founders:
+        assert supervisor.worker_added(worker_index, founds=True)
+        supervisor.worker_started(worker_index)
+    return supervisor
+
+
+def test_a_machine_without_workers_stays_until_the_job_is_over() -> None:
+    supervisor = staying(4, 5)
+    assert supervisor.worker_exited(4, -9, 1.0, 1.0)
+    supervisor.worker_exited(5, 0, 2.0, 2.0)
+    assert not supervisor.is_done
+    assert supervisor.wait_s(3.0) is None
+    assert supervisor.worker_added(6)
+    supervisor.worker_started(6)
+    supervisor.job_ended()
+    assert not supervisor.worker_added(7)
+    assert not supervisor.is_done  # its script may have something left to do
+    supervisor.worker_exited(6, -9, 5.0, 5.0)
+    assert supervisor.is_done
+    assert supervisor.outcome().exit_code == 0
+
+
+def test_its_exit_code_is_the_jobs() -> None:
+    supervisor = staying(0)
+    supervisor.job_failed("b.0 failed: KeyError: 'x'", 1.0, 7)
+    assert signals_until_done(supervisor, 1.0) == [(2.5, 0, "SIGTERM"), (4.0, 0, "SIGKILL")]
+    supervisor.worker_exited(0, -15, 2.6, 2.6)
+    assert supervisor.is_done
+    outcome = supervisor.outcome()
+    assert (outcome.exit_code, outcome.lost) == (7, "the job cannot go on: b.0 failed: KeyError: 'x'.")
+
+
+def test_a_failure_here_waits_a_moment_for_the_managers_word() -> None:
+    supervisor = staying(0)
+    supervisor.worker_failed(record(0, 1.0, exit_code=3), 1.0)
+    supervisor.worker_exited(0, 3, 1.1, 1.1)
+    assert not supervisor.is_done
+    assert supervisor.due_signals(2.5) == []
+    assert not supervisor.is_done
+    assert supervisor.due_signals(4.0) == []
+    assert supervisor.is_done
+    assert supervisor.outcome().exit_code == 3
+
+
+def test_told_to_leave_it_has_its_grace_and_no_more() -> None:
+    supervisor = staying(0, 1)
+    assert supervisor.leave(signal.SIGTERM, 30.0, 10.0)
+    assert supervisor.wait_s(10.0) == 30.0
+    assert not supervisor.worker_added(2)
+    supervisor.worker_exited(0, 0, 12.0, 12.0)
+    assert [due.signum for due in supervisor.due_signals(40.0)] == [signal.SIGKILL]
+    supervisor.worker_exited(1, -9, 40.1, 40.1)
+    assert supervisor.is_done
+    assert supervisor.outcome().exit_code == 143
+    again = staying(0)
+    again.leave(signal.SIGINT, 30.0, 0.0)
+    assert not again.leave(signal.SIGINT, 30.0, 1.0)
+    again.stop_requested(signal.SIGINT, 1.0)
+    assert [due.signum for due in again.due_signals(1.0)] == [signal.SIGKILL]
+    idle = staying()
+    idle.leave(signal.SIGTERM, 30.0, 0.0)
+    assert idle.is_done

@@ -1,4 +1,4 @@
-"""What a launcher on one machine is to run, and what its workers find in their environment."""
+"""What a launcher is to run on its machine, and what workers find in their environment."""
 
 from __future__ import annotations
 
@@ -35,27 +35,56 @@ class LocalJob:
     morph: MorphConfig | None = None
 
 
-def worker_environ(
-    job: LocalJob, worker_index: int, local_rank: int, store: StoreReady, token: str
-) -> dict[str, str]:
-    """What a worker finds in its environment: torchrun's names, and Varuna's own.
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """Where a worker begins.
 
-    A newcomer's numbers only have to be consistent: it gets its rank with its place.
+    Attributes:
+        worker_index: its number on this machine, for names of processes, logs and records.
+        rank, size: its rank among the founders of the job; a newcomer's only have to be consistent, for it gets
+            its rank with its place.
+        local_rank, local_size: the same on this machine; decides which GPU it takes.
+        attempt: of founding the job.
+        joins: it comes to a job that is at work.
     """
+
+    worker_index: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    attempt: int = 0
+    joins: bool = False
+
+    @staticmethod
+    def newcomer(worker_index: int, local_rank: int, num_workers: int) -> WorkerPlace:
+        """Of a worker that comes later; ``num_workers`` were started here at first."""
+        return WorkerPlace(
+            worker_index=worker_index,
+            rank=worker_index,
+            size=max(num_workers, worker_index + 1),
+            local_rank=local_rank,
+            local_size=max(num_workers, local_rank + 1),
+            joins=True,
+        )
+
+
+def worker_environ(job: LocalJob, place: WorkerPlace, store: StoreReady, token: str) -> dict[str, str]:
+    """What a worker finds in its environment: torchrun's names, and Varuna's own."""
     return {
-        "RANK": str(worker_index),
-        "WORLD_SIZE": str(max(job.num_workers, worker_index + 1)),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(max(job.num_workers, local_rank + 1)),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
         # so that torch.distributed.init_process_group() in a user's script joins this store as a client
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
         "VARUNA_RUN_ID": job.run_id,
         "VARUNA_TOKEN": token,
         "VARUNA_FAILURE_DIR": str(job.log_dir),
         "VARUNA_MANAGER": "",  # not that of a job in which this one may have been started
-        "VARUNA_JOINS": "0",
+        "VARUNA_JOINS": str(int(place.joins)),
         **job.layout.to_env(),
     }

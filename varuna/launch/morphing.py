@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from varuna.config import MorphConfig, cache_dir
 from varuna.errors import ConfigError
-from varuna.launch.agent import Agent, Order, machine_name
-from varuna.launch.manager import ManagerProcess
+from varuna.launch.agent import Agent, machine_name
+from varuna.launch.manager import MANAGER_NAME, ManagerProcess, ManyMachines
 from varuna.launch.output import say
-from varuna.launch.protocol import Channel
-from varuna.morph.link import Refusal
+from varuna.launch.protocol import Channel, SendSignal
 from varuna.morph.runs import RunInfo, write_run
+
+_WATCHES_PER_LIMIT = 8
 
 
 class Morphing:
-    """Manager and agent of one local job. Everything is called from the launcher's thread.
+    """A job's manager, and the line to it from where it was started. Call it from the launcher's thread.
 
     Args:
         config: what the user set.
@@ -26,14 +28,26 @@ class Morphing:
         token: the job's.
         environ: the launcher's.
         log_dir: where the manager's log and journal go.
+        many: how the manager serves a job of many machines; None for one machine.
     """
 
     def __init__(
-        self, config: MorphConfig, *, run_id: str, token: str, environ: Mapping[str, str], log_dir: Path
+        self,
+        config: MorphConfig,
+        *,
+        run_id: str,
+        token: str,
+        environ: Mapping[str, str],
+        log_dir: Path,
+        many: ManyMachines | None = None,
     ) -> None:
+        self.watch_s = config.manager_limit_s / _WATCHES_PER_LIMIT
         self._run_file: Path | None = None
-        self._manager = ManagerProcess(token, log_dir, config.heartbeat_limit_s)
-        self.agent = Agent(self._manager.url, token, machine_name())
+        self._manager = ManagerProcess(token, log_dir, config, many)
+        machine = machine_name()
+        self.agent = Agent(
+            self._manager.url, token, machine, name=machine if many is None else f"{machine} (manager)"
+        )
         run = RunInfo(
             run_id=run_id,
             url=self._manager.url,
@@ -48,13 +62,15 @@ class Morphing:
         """Have the zygote fork the first manager."""
         self._manager.start(channel, time.monotonic())
 
-    def environ_of(self, worker_index: int, *, joins: bool) -> dict[str, str]:
+    def environ_of(self, worker_index: int) -> dict[str, str]:
         """What a worker finds in its environment, so that it takes orders from the manager."""
-        return {
-            "VARUNA_MANAGER": self._manager.url,
-            "VARUNA_INCARNATION": self.agent.incarnation_of(worker_index),
-            "VARUNA_JOINS": str(int(joins)),
-        }
+        return manager_environ(self._manager.url, self.agent, worker_index)
+
+    def watch_manager(self, channel: Channel, now_s: float) -> None:
+        """Kill a manager that gives no sign of life any more; call it every ``watch_s`` or more often."""
+        if silent_s := self._manager.silent_s(self.agent.num_heard, now_s):
+            say(f"the manager is silent for {silent_s:.0f} s and is killed; training goes on meanwhile")
+            channel.send(SendSignal(name=MANAGER_NAME, signum=signal.SIGKILL))
 
     def manager_exited(self, code: int, channel: Channel, now_s: float) -> str:
         """The manager's process is gone: start it again; or say why there will be none any more."""
@@ -65,15 +81,6 @@ class Morphing:
         say(f"the manager has ended {how} and is started again; training goes on meanwhile")
         self._manager.start(channel, now_s)
         return ""
-
-    def orders(self) -> list[Order]:
-        """What the manager asks."""
-        orders: list[Order] = []
-        for order in self.agent.orders():
-            if isinstance(order, Refusal):
-                raise AssertionError(f"the manager refuses its own launcher: {order.reason}")
-            orders.append(order)
-        return orders
 
     def close(self) -> None:
         """The job is over: tell the manager, and take back what was announced."""
@@ -87,3 +94,8 @@ class Morphing:
             self._run_file = write_run(info, cache_dir(environ))
         except (ConfigError, OSError) as error:
             say(f"`varuna status` and `varuna preempt` will not find this run: {error}")
+
+
+def manager_environ(url: str, agent: Agent, worker_index: int) -> dict[str, str]:
+    """What a worker finds in its environment, so that it takes orders from a manager."""
+    return {"VARUNA_MANAGER": url, "VARUNA_INCARNATION": agent.incarnation_of(worker_index)}

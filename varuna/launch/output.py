@@ -37,11 +37,15 @@ class WorkerStreams:
 
 
 class PrefixedStream:
-    """Repeats what arrives on a pipe: every line to the log, and with a prefix to a sink."""
+    """Repeats what arrives on a pipe: every line to the log, and with a prefix to a sink.
+
+    It owns pipe and log, and closes both at the end of the stream.
+    """
 
     def __init__(self, fd: int, prefix: str, log: BinaryIO, sink: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
+        self.is_open = True
         self._prefix = prefix.encode()
         self._log = log
         self._sink = sink
@@ -57,9 +61,17 @@ class PrefixedStream:
             if not data:
                 self._pass_on([self._partial] if self._partial else [])
                 self._partial = b""
+                self.close()
                 return False
             *lines, self._partial = (self._partial + data).split(b"\n")
             self._pass_on(lines)
+
+    def close(self) -> None:
+        """Close pipe and log. Idempotent."""
+        if self.is_open:
+            self.is_open = False
+            os.close(self.fd)
+            self._log.close()
 
     def _pass_on(self, lines: list[bytes]) -> None:
         for line in lines:
@@ -80,40 +92,45 @@ class Output:
         self._pipes: list[PrefixedStream] = []
         self._num_given = 0
         self._show = show
-        self._logs: dict[int, BinaryIO] = {}
+        self._logs: dict[int, Path] = {}
 
-    def streams_for(self, worker_index: int) -> WorkerStreams:
-        """Open what a worker reads and writes."""
-        if worker_index == 0:
+    def streams_for(self, worker_index: int, is_first: bool) -> WorkerStreams:
+        """Open what a worker reads and writes; ``is_first`` is worker 0 of the job."""
+        if is_first:
             return WorkerStreams(stdin=0, stdout=1, stderr=2, owned=())
-        log = self._log_of(worker_index)
+        path = self._logs[worker_index] = self.log_dir / f"worker-{worker_index}.log"
+        path.unlink(missing_ok=True)
         null = os.open(os.devnull, os.O_RDONLY)
         if self._show == "first":
-            return WorkerStreams(stdin=null, stdout=log.fileno(), stderr=log.fileno(), owned=(null,))
-        stdout = self._pipe(worker_index, log, _write_stdout)
-        stderr = self._pipe(worker_index, log, _write_stderr)
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            return WorkerStreams(stdin=null, stdout=log, stderr=log, owned=(null, log))
+        stdout = self._pipe(worker_index, path, write_stdout)
+        stderr = self._pipe(worker_index, path, write_stderr)
         return WorkerStreams(stdin=null, stdout=stdout, stderr=stderr, owned=(null, stdout, stderr))
 
-    def terminal_for(self, worker_index: int) -> tuple[int, ...]:
+    def terminal_for(self, is_first: bool) -> tuple[int, ...]:
         """What a worker takes when it becomes worker 0; nothing if the terminal shows its output anyway."""
-        return () if worker_index == 0 or self._show == "all" else (0, 1, 2)
+        return () if is_first or self._show == "all" else (0, 1, 2)
 
     def new_pipes(self) -> list[PrefixedStream]:
         """Pipes to read from that were made since the last call."""
-        new, self._num_given = self._pipes[self._num_given :], len(self._pipes)
+        new = self._pipes[self._num_given :]
+        self._pipes = [pipe for pipe in self._pipes if pipe.is_open]  # workers that have ended are done with
+        self._num_given = len(self._pipes)
         return new
 
     def append(self, worker_index: int, text: str) -> None:
         """Add the launcher's own words to a worker's log; worker 0 has none."""
         if worker_index in self._logs:
-            self._logs[worker_index].write(text.encode())
+            with self._logs[worker_index].open("ab") as log:
+                log.write(text.encode())
 
     def tail(self, worker_index: int, num_lines: int) -> str:
         """The last lines of a worker's log; empty for worker 0, whose output was seen."""
-        log = self._logs.get(worker_index)
-        if log is None:
+        path = self._logs.get(worker_index)
+        if path is None:
             return ""
-        with Path(log.name).open("rb") as reader:
+        with path.open("rb") as reader:
             size = reader.seek(0, os.SEEK_END)
             reader.seek(max(0, size - _TAIL_BYTES))
             lines = reader.read().decode(errors="replace").splitlines()
@@ -122,20 +139,14 @@ class Output:
     def close(self) -> None:
         """Pass on what is left and close all."""
         for pipe in self._pipes:
-            pipe.pump()
-            os.close(pipe.fd)
+            if pipe.is_open:
+                pipe.pump()
+            pipe.close()
         self._pipes.clear()
-        for log in self._logs.values():
-            log.close()
 
-    def _log_of(self, worker_index: int) -> BinaryIO:
-        path = self.log_dir / f"worker-{worker_index}.log"
-        path.unlink(missing_ok=True)
-        self._logs[worker_index] = path.open("ab", buffering=0)
-        return self._logs[worker_index]
-
-    def _pipe(self, worker_index: int, log: BinaryIO, sink: Callable[[bytes], None]) -> int:
+    def _pipe(self, worker_index: int, path: Path, sink: Callable[[bytes], None]) -> int:
         reader, writer = os.pipe()
+        log = path.open("ab", buffering=0)
         self._pipes.append(PrefixedStream(reader, f"[worker {worker_index}] ", log, sink))
         return writer
 
@@ -146,11 +157,13 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _write_stdout(line: bytes) -> None:
+def write_stdout(line: bytes) -> None:
+    """To this process's standard output, at once."""
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 
 
-def _write_stderr(line: bytes) -> None:
+def write_stderr(line: bytes) -> None:
+    """To this process's standard error, at once."""
     sys.stderr.buffer.write(line)
     sys.stderr.buffer.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -18,20 +19,25 @@ _MAX_FDS = 64
 
 
 class StartStore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork a process that hosts the rendezvous store on ``host``, any free port."""
+    """Fork a process that hosts the rendezvous store on ``host``.
+
+    Descriptors: none, for any free port; or the socket that it listens on.
+    """
 
     host: str
+    num_fds: int = 0
 
 
 class StartProcess(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Fork a worker.
 
-    Descriptors: standard input, output, error, the pipe for ``WorkerNotice`` lines; then, for a worker that may
-    become worker 0, what are to be its standard streams when it does.
+    Descriptors: standard input, output, error, the pipe for ``WorkerNotice`` lines, a pipe that ends when the
+    launcher begins to end the job; then, for a worker that may become worker 0, what are to be its standard
+    streams when it does.
 
     Attributes:
         name: what reports call it; unique among the living.
-        worker_index: its rank, for its failure record.
+        worker_index: its number on this machine, for its failure record.
         target: path of a script, or name of a module.
         is_module: which of the two ``target`` is.
         arguments: what the script finds in ``sys.argv[1:]``.
@@ -46,7 +52,7 @@ class StartProcess(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arguments: list[str]
     environ: dict[str, str]
     failure_dir: str
-    num_fds: int = 4
+    num_fds: int = 5
 
 
 class StartManager(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,10 +108,16 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """One line that a worker writes to the launcher's pipe: user code begins, or a failure record was left."""
+    """One line that a worker writes to the launcher's pipe.
+
+    Attributes:
+        worker_index: who writes.
+        what: user code begins, a failure record was left, or it got SIGTERM from somebody else.
+        at_s: when, on the monotonic clock.
+    """
 
     worker_index: int
-    is_failure: bool
+    what: Literal["begins", "failed", "terminate"]
     at_s: float
 
 

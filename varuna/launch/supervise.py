@@ -44,10 +44,6 @@ _AFTER_TERMINATE = (
     Escalation(after_s=0.0, signum=signal.SIGTERM),
     Escalation(after_s=3.5, signum=signal.SIGKILL),
 )
-_AFTER_JOB = (
-    Escalation(after_s=3.0, signum=signal.SIGTERM),
-    Escalation(after_s=4.0, signum=signal.SIGKILL),
-)
 _AT_ONCE = (Escalation(after_s=0.0, signum=signal.SIGKILL),)
 
 
@@ -132,9 +128,7 @@ class Supervisor:
     @property
     def is_done(self) -> bool:
         """No worker is alive and none is to start, now or later."""
-        waits = (
-            self._stays and self._ending != ()
-        )  # when all was tried to end it, it waits no longer for a word
+        waits = self._stays and self._ending != ()  # once all was tried to end it, nothing is waited for
         return not self._alive and not self._waiting and not waits
 
     @property
@@ -150,7 +144,7 @@ class Supervisor:
 
     def worker_added(self, worker_index: int, *, founds: bool = False) -> bool:
         """One more is to start, a newcomer unless it ``founds``; False if the job ends and it should not."""
-        if self.is_ending or self.is_done:
+        if self.is_ending or self.is_done or self._job_code is not None:
             return False
         self._waiting.add(worker_index)
         if founds:
@@ -186,11 +180,9 @@ class Supervisor:
         self._end_stay(code)
         self._end(_AFTER_FAILURE, now_s)
 
-    def job_ended(self, now_s: float) -> None:
-        """The manager says that the job is done; a newcomer that has not heard it may still be here."""
-        if self._stays:
-            self._end_stay(0)
-            self._end(_AFTER_JOB, now_s)
+    def job_ended(self) -> None:
+        """The manager says that the job is done; scripts may have something left to do."""
+        self._end_stay(0)
 
     def leave(self, signum: signal.Signals, grace_s: float, now_s: float) -> bool:
         """A signal that asks this machine to leave the job: its workers have ``grace_s``.
@@ -256,7 +248,7 @@ class Supervisor:
         ends = tuple(self._ends[index] for index in sorted(self._ends))
         if self._stopped_by is not None:
             return Outcome(exit_code=128 + self._stopped_by, stopped_by=self._stopped_by, others=ends)
-        if self._job_code == 0:
+        if self._job_code == 0 and not self.is_ending:
             return Outcome(exit_code=0, others=self._without(None))
         root = self._root(ends)
         if root is None:

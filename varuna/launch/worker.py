@@ -12,6 +12,7 @@ import faulthandler
 import importlib.util
 import io
 import os
+import select
 import signal
 import sys
 import time
@@ -21,12 +22,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from varuna.errors import ConfigError
+from varuna.errors import ConfigError, WantedEnd
 from varuna.failure import FailureRecord, record_of, write_record
 from varuna.launch.protocol import StartProcess, WorkerNotice
+from varuna.morph.script_end import script_end
 from varuna.morph.terminal import offer_terminal
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -34,18 +37,20 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def run_worker(request: StartProcess, fds: Sequence[int]) -> int:
     """Run the user's script in this process; returns the exit code it should end with."""
-    stdin, stdout, stderr, notice_fd, *terminal = fds
+    stdin, stdout, stderr, notice_fd, ending_fd, *terminal = fds
     os.environ.update(request.environ)
     _take_streams(stdin, stdout, stderr)
     if terminal:
         offer_terminal(os.environ, terminal)
     os.set_inheritable(notice_fd, False)
+    os.set_inheritable(ending_fd, False)
     faulthandler.enable()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _notify(notice_fd, request, is_failure=False)
+        _hear_sigterm(request, notice_fd, ending_fd)
+        _notify(notice_fd, request, "begins")
         code, module = _load_main(request)
-        exec(code, module.__dict__)
+        _run_script(code, module)
     except SystemExit as error:
         return _exit_code(error, request, notice_fd)
     except KeyboardInterrupt:
@@ -55,6 +60,33 @@ def run_worker(request: StartProcess, fds: Sequence[int]) -> int:
         _leave_record(record_of(error, request.worker_index), request, notice_fd, error)
         return 1
     return 0
+
+
+def _run_script(code: types.CodeType, module: types.ModuleType) -> None:
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as error:
+        if error.code or isinstance(error, WantedEnd):
+            raise
+    script_end().came()
+
+
+def _hear_sigterm(request: StartProcess, notice_fd: int, ending_fd: int) -> None:
+    """Where workers come and go, a first SIGTERM (of a batch system, say) only asks this one to leave.
+
+    The launcher's own SIGTERM, and any later one, ends the process as usual. A script may set its own handler.
+    """
+    owner_pid = os.getpid()
+
+    def handle(signum: int, _: types.FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        if os.getpid() != owner_pid or select.select([ending_fd], [], [], 0)[0]:
+            os.kill(os.getpid(), signum)
+        else:
+            _notify(notice_fd, request, "terminate")
+
+    is_managed = bool(request.environ.get("VARUNA_MANAGER"))
+    signal.signal(signal.SIGTERM, handle if is_managed else signal.SIG_DFL)
 
 
 def _take_streams(stdin: int, stdout: int, stderr: int) -> None:
@@ -132,15 +164,15 @@ def _leave_record(
         write_record(record, Path(request.failure_dir))
     except OSError as problem:
         sys.stderr.write(f"{record.traceback_text}varuna: no failure record: {problem}\n")
-    _notify(notice_fd, request, is_failure=True)
+    _notify(notice_fd, request, "failed")
     hook = sys.excepthook
     is_users = hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.")
     if error is not None and record.is_root_cause and is_users:  # an error tracker's, say
         hook(type(error), error, error.__traceback__)
 
 
-def _notify(notice_fd: int, request: StartProcess, *, is_failure: bool) -> None:
-    notice = WorkerNotice(worker_index=request.worker_index, is_failure=is_failure, at_s=time.monotonic())
+def _notify(notice_fd: int, request: StartProcess, what: Literal["begins", "failed", "terminate"]) -> None:
+    notice = WorkerNotice(worker_index=request.worker_index, what=what, at_s=time.monotonic())
     os.write(notice_fd, msgspec.json.encode(notice) + b"\n")
 
 

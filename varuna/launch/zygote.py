@@ -51,7 +51,8 @@ _STORE_BACKLOG = 1024
 def main() -> None:
     """Entry point; ``sys.argv[1]`` is the number of the control socket's descriptor."""
     die_with_parent(signal.SIGKILL)  # until the loop below watches the socket
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach all of a job; the launcher decides
+        signal.signal(signum, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     started_s = time.monotonic()
     _import_what_workers_need()
@@ -131,7 +132,11 @@ class Zygote:
         return None
 
     def _start_store(self, request: StartStore) -> ForkedJob | None:
-        listener = socket.create_server((request.host, 0), backlog=_STORE_BACKLOG)
+        fds = self._channel.take_fds(request.num_fds)
+        if fds:
+            listener = socket.socket(fileno=fds[0])
+        else:
+            listener = socket.create_server((request.host, 0), backlog=_STORE_BACKLOG)
         port = listener.getsockname()[1]
         if self._fork(STORE_NAME) == 0:
             return lambda: _host_store(request.host, listener)

@@ -22,7 +22,9 @@ from aiohttp import web
 from varuna.clock import MonotonicClock
 from varuna.morph.hub import HEARTBEAT_LIMIT_S, Hub
 from varuna.morph.journal import Journal, ResumedClock
+from varuna.morph.messages import Welcome
 from varuna.morph.planning import plan_for
+from varuna.morph.policy import Policy
 from varuna.morph.server import Server
 
 _TICKS_PER_LIMIT = 20
@@ -36,6 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--journal", type=Path, required=True, metavar="FILE")
     parser.add_argument("--heartbeat-limit", type=float, default=HEARTBEAT_LIMIT_S, metavar="SECONDS")
+    parser.add_argument("--run-id", default="", help="told to agents, with --store-port")
+    parser.add_argument("--store-port", type=int, default=0)
+    parser.add_argument("--min-workers", type=int, default=0, help="0: the launcher founds the job by itself")
+    parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument(
+        "--rest", type=float, default=Policy().rest_s, metavar="SECONDS", help="of slow workers"
+    )
+    parser.add_argument("--replace-lost", action="store_true", help="ask for a worker for each that is lost")
     given = parser.parse_args(arguments)
     token = os.environ.pop("VARUNA_TOKEN", "")
     if not token:
@@ -44,9 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with socket.socket(fileno=given.listen_fd) as listener:
         journal = Journal(given.journal)
         try:
-            restored = journal.restore(plan_for)
+            policy = Policy(
+                min_workers=given.min_workers,
+                settle_s=given.settle,
+                replace_lost=given.replace_lost,
+                rest_s=given.rest,
+            )
+            restored = journal.restore(plan_for, policy)
             clock = ResumedClock(MonotonicClock(), restored.now_s)
-            hub = Hub(restored.manager, clock, books=journal, heartbeat_limit_s=given.heartbeat_limit)
+            welcome = Welcome(run_id=given.run_id, store_port=given.store_port) if given.run_id else None
+            hub = Hub(
+                restored.manager,
+                clock,
+                books=journal,
+                heartbeat_limit_s=given.heartbeat_limit,
+                welcome=welcome,
+            )
             asyncio.run(_serve(hub, listener, token, given.heartbeat_limit / _TICKS_PER_LIMIT))
         finally:
             journal.close()

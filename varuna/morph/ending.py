@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from varuna.morph.arrange import Arrangement, Candidate, LostState, NoPlan, arrange
-from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
+from varuna.morph.finishing import Finishing
+from varuna.morph.instructions import StepsCommitted, StepsUndone
 from varuna.morph.messages import (
     Abort,
     CheckpointComplete,
     Form,
-    JobEnded,
-    Leave,
     Pause,
     StartWorker,
     StopWorker,
-    ToAgent,
-    ToWorker,
 )
-from varuna.morph.phases import ENDED, TRANSITIONS, Phase
-from varuna.morph.planning import PlanFor
-from varuna.morph.policy import Policy
-from varuna.morph.record import GenerationRecord, JobRecord, WorkerRecord, WorkerStatus
+from varuna.morph.phases import ENDED, Phase
+from varuna.morph.record import GenerationRecord, WorkerRecord, WorkerStatus
 from varuna.morph.recovery import LostSections, Recovery, recover
 from varuna.morph.times import morph_times, render_times
 from varuna.morph.wishes import num_used, wish_of
@@ -29,31 +22,8 @@ from varuna.morph.wishes import num_used, wish_of
 _NUM_COSTS = 20
 
 
-class Endings:
-    """Membership from one generation to the next.
-
-    Attributes:
-        job: all that is known; plain values.
-        policy: limits.
-    """
-
-    def __init__(self, plan_for: PlanFor, policy: Policy, job: JobRecord) -> None:
-        self.job = job
-        self.policy = policy
-        self._plan_for = plan_for
-        self._out: list[Instruction] = []
-
-    # --- saying -----------------------------------------------------------------------------
-
-    def _send(self, recipient: str, message: ToWorker | ToAgent) -> None:
-        self._out.append(Send(recipient=recipient, message=message))
-
-    def _tell(self, kind: str, text: str, figures: Mapping[str, float] | None = None) -> None:
-        self._out.append(Tell(text=text, kind=kind, figures=figures or {}))
-
-    def _enter(self, phase: Phase, reason: str, now_s: float) -> None:
-        assert phase in TRANSITIONS[self.job.phase] or phase is self.job.phase, (self.job.phase, phase)
-        self.job.phase, self.job.reason, self.job.since_s = phase, reason, now_s
+class Endings(Finishing):
+    """Membership from one generation to the next."""
 
     # --- the first generation ---------------------------------------------------------------
 
@@ -69,6 +39,10 @@ class Endings:
         if len(founders) < generation.plan.num_workers:
             return
         generation.members = tuple(founders[rank].incarnation for rank in sorted(founders))
+        predicted = job.description.micro_batch_s
+        depths = [len(pipeline.stages) for pipeline in generation.plan.pipelines]
+        if [len(row) for row in predicted] == depths:
+            generation.step_s, generation.micro_batch_s = job.description.step_s, predicted
         for worker in founders.values():
             if worker.status is not WorkerStatus.GONE:
                 worker.status = WorkerStatus.MEMBER
@@ -78,9 +52,10 @@ class Endings:
         elif generation.reports:
             name, report = next(iter(generation.reports.items()))
             self._end_generation(f"{name} halted: {report.reason}", now_s)
-        elif gone:
-            self._enter(Phase.FINISHING, "the script has ended", now_s)
-            self._finish_if_alone(now_s)
+        elif gone or self._is_over:
+            for worker in gone:
+                self._note_finished(worker, was_first=worker.founding_rank == 0)
+            self._see_finished(now_s)
         else:
             self._open_if_formed(now_s)
 
@@ -105,7 +80,10 @@ class Endings:
         )
         self._enter(Phase.RUNNING, text, now_s)
         self._tell("running", text + took, figures)
-        self._consider(now_s)
+        if generation.finished:
+            self._see_finished(now_s)
+        else:
+            self._consider(now_s)
 
     def _consider(self, now_s: float) -> None:
         """Whether the generation should end after its step."""
@@ -136,10 +114,6 @@ class Endings:
         if worker.agent:
             self._send(worker.agent, StopWorker(incarnation=worker.incarnation))
 
-    def _dismiss(self, worker: WorkerRecord, reason: str) -> None:
-        worker.status, worker.gone_reason = WorkerStatus.LEAVING, reason
-        self._send(worker.incarnation, Leave(reason=reason))
-
     def _on_member_gone(self, worker: WorkerRecord, now_s: float) -> None:
         job = self.job
         reason = f"{worker.incarnation} is gone: {worker.gone_reason}"
@@ -151,9 +125,11 @@ class Endings:
             self._decide_if_all(now_s)
         elif job.phase is Phase.WAITING:
             self._decide(now_s)
+        elif job.phase is Phase.FINISHING and self._is_over:
+            self._finish_if_over(now_s)
         else:
             self._end_generation(reason, now_s)
-        if job.phase not in ENDED:
+        if job.phase not in ENDED and not job.generation.finished:
             self._replace(worker)
 
     def _replace(self, worker: WorkerRecord) -> None:
@@ -181,55 +157,24 @@ class Endings:
             self._replace(worker)
 
     def _on_ended_well(self, worker: WorkerRecord, now_s: float) -> None:
+        """A member's process has ended well without waiting for the others."""
         job = self.job
+        if job.generation.members:
+            self._note_finished(worker, was_first=worker.incarnation == job.generation.members[0])
         if job.phase is Phase.FOUNDING:
             self._found_if_complete(now_s)
             founders = [one for one in job.workers.values() if one.founding_rank is not None]
             if job.phase is Phase.FOUNDING and all(one.status is WorkerStatus.GONE for one in founders):
-                self._enter(Phase.FINISHING, "the script has ended", now_s)
-                self._finish(now_s, all(one.ended_well for one in founders))
+                for founder in founders:
+                    if founder.ended_well:
+                        self._note_finished(founder, was_first=founder.founding_rank == 0)
+                self._see_finished(now_s)
         elif job.phase is Phase.ENDING:
             self._decide_if_all(now_s)
         elif job.phase is Phase.WAITING:
             self._decide(now_s)
         else:
-            if job.phase is not Phase.FINISHING:
-                reason = f"the script of {worker.incarnation} has ended"
-                self._tell("finishing", reason)
-                self._enter(Phase.FINISHING, reason, now_s)
-            self._finish_if_alone(now_s)
-
-    def _some_ended_well(self) -> bool:
-        return any(self.job.workers[name].ended_well for name in self.job.generation.members)
-
-    def _finish_if_alone(self, now_s: float) -> None:
-        """The end of the job, once no member is left; worker 0 is the one that saves what was trained."""
-        job = self.job
-        if not job.members():
-            self._finish(now_s, job.workers[job.generation.members[0]].ended_well)
-
-    def _finish(self, now_s: float, well: bool) -> None:
-        if not well:
-            self._fail("worker 0 was lost after the last step, before its script had ended", now_s)
-            return
-        self._enter(Phase.DONE, "the script has ended on all workers", now_s)
-        self._tell("done", self.job.reason)
-        self._end_job("")
-
-    def _fail(self, reason: str, now_s: float, *, code: int = 1) -> None:
-        self._enter(Phase.FAILED, reason, now_s)
-        self.job.exit_code = code
-        self._tell("failed", reason)
-        self._end_job(reason)
-
-    def _end_job(self, failure: str) -> None:
-        for worker in self.job.workers.values():
-            has_halted = worker.incarnation in self.job.generation.reports
-            is_newcomer = worker.status in (WorkerStatus.READY, WorkerStatus.STARTED)
-            if is_newcomer or (has_halted and worker.status is WorkerStatus.MEMBER):
-                self._dismiss(worker, failure or "the job is done")
-        for agent in self.job.agents:
-            self._send(agent, JobEnded(failure=failure, code=self.job.exit_code))
+            self._see_finished(now_s)
 
     # --- a generation ends ------------------------------------------------------------------
 
@@ -254,12 +199,12 @@ class Endings:
         """All living members have reported: where they stand, and how they go on."""
         job, generation = self.job, self.job.generation
         assert job.description is not None
-        members = job.members()
-        if not members and self._some_ended_well():
-            self._finish_if_alone(now_s)
+        if self._is_over:
+            self._recover(job.members())
+            self._finish_if_over(now_s)
             return
-        recovery = self._recover(members)
-        members = job.members()
+        recovery = self._recover(job.members())
+        members = self._in_order(job.members())
         for member in members:
             if member.rests_until_s is not None and member.rests_until_s <= now_s:
                 member.rests_until_s, member.speed = None, 1.0
@@ -274,6 +219,7 @@ class Endings:
                 leaving=member.leaving is not None,
                 deadline_s=None if member.leaving is None else member.leaving.deadline_s,
                 store_address=generation.reports[member.incarnation].store_address,
+                num_calls=generation.reports[member.incarnation].num_calls,
             )
             for member in members
         ]
@@ -284,9 +230,15 @@ class Endings:
                 store_address=newcomer.store_address,
             )
             for newcomer in job.ready()
+            if not generation.finished
         ]
         number = generation.number + 1
         result = arrange(number, recovery.next_step, candidates, job.description, self._plan_for)
+        if generation.finished and not isinstance(result, Arrangement):
+            over = ", ".join(sorted(generation.finished))
+            why = result.reason if isinstance(result, NoPlan) else self._explain(result)
+            self._fail(f"{why}; it is too late to begin anew: the script of {over} is over", now_s)
+            return
         if isinstance(result, LostSections | LostState) and job.checkpoint is not None:
             where = f"step {job.checkpoint.next_step}, {job.checkpoint.address}"
             self._tell("going back", f"{self._explain(result)}; back to {where}")
@@ -302,6 +254,13 @@ class Endings:
             self._fail(self._explain(result), now_s)
         else:
             self._form(result, recovery, now_s)
+
+    def _in_order(self, members: list[WorkerRecord]) -> list[WorkerRecord]:
+        """By rank; if worker 0 is lost, one follows it whose script is not over yet: worker 0 is who saves."""
+        generation = self.job.generation
+        if members and members[0].incarnation == generation.members[0]:
+            return members
+        return sorted(members, key=lambda member: member.incarnation in generation.finished)
 
     def _recover(self, members: list[WorkerRecord]) -> Recovery:
         """Where the living members stand; the books are brought in line with it."""
@@ -323,7 +282,7 @@ class Endings:
         )
         for name in sorted(recovery.stale):
             self._fence(job.workers[name], f"it is behind step {recovery.next_step} and cannot catch up")
-        if not self._some_ended_well():
+        if not generation.finished:
             self._undo_from(recovery.next_step)
         self._commit_until(recovery.next_step)
         return recovery

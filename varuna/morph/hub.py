@@ -6,7 +6,7 @@ No sockets here: a connection is something that messages are put into. Everythin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from varuna.clock import Clock
@@ -15,20 +15,23 @@ from varuna.morph.event_log import EventLog
 from varuna.morph.heartbeat import Heartbeats, Suspect
 from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
 from varuna.morph.messages import (
+    AgentLost,
+    Alive,
     Beat,
     FromAgent,
     FromWatch,
     FromWorker,
-    JobEnded,
     LeaveAsked,
     StartWorker,
-    StopWorker,
+    ToAgent,
+    Welcome,
     WorkerExited,
     WorkerLost,
     decode_from_agent,
     decode_from_worker,
     encode,
 )
+from varuna.morph.phases import Phase
 from varuna.morph.record import WorkerStatus
 from varuna.morph.state import Manager
 
@@ -41,7 +44,11 @@ START_PATIENCE = 6
 RECONNECT_S = 5.0
 """What workers get beyond that to find a manager that was started again."""
 
-_ToAgent = StopWorker | StartWorker | JobEnded
+ALIVE_S = 1.0
+"""Agents hear of the manager so often."""
+
+LOST_S = 3.0
+"""An agent whose connection has ended and that has not come back for so long is gone, its workers with it."""
 
 
 class Books(Protocol):
@@ -83,6 +90,7 @@ class Hub:
         books: what is written down; None for nothing.
         clock: the manager's.
         heartbeat_limit_s: see ``HEARTBEAT_LIMIT_S``.
+        welcome: what every agent is told first; None for nothing.
     """
 
     def __init__(
@@ -92,6 +100,7 @@ class Hub:
         *,
         books: Books | None = None,
         heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
+        welcome: Welcome | None = None,
     ) -> None:
         self.manager = manager
         self.events = EventLog()
@@ -101,8 +110,14 @@ class Hub:
         self._num_connections = 0
         self._workers: dict[str, Connection] = {}
         self._agents: dict[str, Connection] = {}
+        self._welcome = welcome
+        self._machines: dict[str, str] = {}  # of agents
+        self._away_s: dict[str, float] = {}  # since when agents are not connected
         self._was_silent = False
+        self._alive_s = clock.now_s()  # when agents were last told that the manager is
         self._expect_members()
+        for name in manager.job.agents:
+            self._away_s[name] = clock.now_s() + RECONNECT_S
 
     # --- connections ------------------------------------------------------------------------
 
@@ -119,9 +134,11 @@ class Hub:
         self._hearts.expect(incarnation, connection.name, self._clock.now_s())
         return connection
 
-    def agent_connected(self, name: str) -> Connection:
-        """An agent is here, perhaps again."""
-        return self._connected(self._agents, name)
+    def agent_connected(self, name: str, machine: str = "") -> Connection:
+        """An agent is here, perhaps again; ``machine`` is where, if that is not its name."""
+        self._machines[name] = machine or name
+        self._away_s.pop(name, None)
+        return self._connected(self._agents, name, self._welcome)
 
     def worker_gone(self, incarnation: str, connection: Connection, *, in_order: bool) -> None:
         """A worker's connection has ended; ``in_order`` if it said so itself: it will not beat any more."""
@@ -132,6 +149,8 @@ class Hub:
     def agent_gone(self, name: str, connection: Connection) -> None:
         """An agent's connection has ended."""
         self._disconnected(self._agents, name, connection)
+        if name not in self._agents:
+            self._away_s[name] = self._clock.now_s()
 
     def close(self) -> None:
         """Close all connections."""
@@ -197,19 +216,31 @@ class Hub:
         Raises:
             ProtocolError: no such agent is connected; nothing has changed.
         """
-        names = [name for name in self._agents if machine in ("", name)]
+        offers = self.manager.job.offers
+        names = [
+            name
+            for name in self._agents
+            if machine in ("", self._machines[name]) and (name not in offers or offers[name].num_workers)
+        ]
         if not names:
             what = f"the agent of machine {machine!r}" if machine else "no agent"
             raise ProtocolError(f"Workers cannot be added: {what} is {'not ' if machine else ''}connected.")
-        self._tell("adding", f"{count} more worker{'s' if count > 1 else ''} asked of {names[0]}")
-        self._agents[names[0]].send(encode(StartWorker(count=count)))
-        return names[0]
+        name = min(names, key=self._num_living)
+        text = f"{count} more worker{'s' if count > 1 else ''} asked of {name}"
+        self._tell("adding", text, {"count": float(count)})
+        self._agents[name].send(encode(StartWorker(count=count)))
+        return self._machines[name]
 
     def tick(self) -> None:
         """Look at the time; call it a few times in the heartbeat's limit."""
         now_s = self._clock.now_s()
         for suspect in self._hearts.suspects(now_s):
             self._suspected(suspect)
+        self._look_for_lost(now_s)
+        if now_s >= self._alive_s + ALIVE_S:
+            self._alive_s = now_s
+            for connection in self._agents.values():
+                connection.send(encode(Alive()))
         instructions = self.manager.tick(now_s)
         if instructions and self._books is not None:
             self._books.ticked(now_s)
@@ -235,30 +266,36 @@ class Hub:
                 case Send():
                     self._send(instruction)
                 case Tell():
-                    self._tell(instruction.kind, instruction.text)
+                    self._tell(instruction.kind, instruction.text, instruction.figures)
                 case StepsCommitted():
                     for index in range(instruction.first_step, instruction.end_step):
                         self.events.add("step", f"step {index}", instruction.generation, step_index=index)
                 case StepsUndone():
-                    self._tell("undone", f"steps from {instruction.first_step} on have to be run again")
+                    first_step = instruction.first_step
+                    text = f"steps from {first_step} on have to be run again"
+                    self._tell("undone", text, {"first_step": float(first_step)})
 
     def _send(self, instruction: Send) -> None:
         """Whoever is away is told again when it comes back: ``Manager.repeat_for``."""
-        to_agent = isinstance(instruction.message, _ToAgent)
+        to_agent = isinstance(instruction.message, ToAgent)
         connection = (self._agents if to_agent else self._workers).get(instruction.recipient)
         if connection is not None:
             connection.send(encode(instruction.message))
 
-    def _tell(self, kind: str, text: str) -> None:
-        self.events.add(kind, text, self.manager.job.generation.number)
+    def _tell(self, kind: str, text: str, figures: Mapping[str, float] | None = None) -> None:
+        self.events.add(kind, text, self.manager.job.generation.number, figures=figures)
 
-    def _connected(self, connections: dict[str, Connection], name: str) -> Connection:
+    def _connected(
+        self, connections: dict[str, Connection], name: str, welcome: Welcome | None = None
+    ) -> Connection:
         self._num_connections += 1
         connection = Connection(f"connection {self._num_connections}")
         old = connections.get(name)
         if old is not None:
             old.close("another connection has taken its place")
         connections[name] = connection
+        if welcome is not None:
+            connection.send(encode(welcome))
         for instruction in self.manager.repeat_for(name):
             if isinstance(instruction, Send):
                 self._send(instruction)
@@ -277,6 +314,23 @@ class Hub:
         for worker in self.manager.job.with_status(WorkerStatus.READY, WorkerStatus.MEMBER):
             limit_s = self._hearts.limit_s + RECONNECT_S
             self._hearts.expect(worker.incarnation, "none yet", now_s, limit_s=limit_s)
+
+    def _look_for_lost(self, now_s: float) -> None:
+        """Agents that do not come back. Their workers are gone, too, if they are not heard, and others are."""
+        job = self.manager.job
+        for agent in [name for name, since_s in self._away_s.items() if now_s >= since_s + LOST_S]:
+            if agent in job.offers and job.phase is Phase.FOUNDING:
+                self._take("", AgentLost(agent=agent))
+            for worker in list(job.workers.values()):
+                is_lost = worker.agent == agent and worker.incarnation not in self._workers
+                if is_lost and worker.status is not WorkerStatus.GONE and self._workers:
+                    reason = "its connection has ended, and its agent's"
+                    self._forget(worker.incarnation)
+                    self._take("", WorkerLost(incarnation=worker.incarnation, reason=reason))
+
+    def _num_living(self, agent: str) -> int:
+        workers = self.manager.job.workers.values()
+        return sum(one.agent == agent and one.status is not WorkerStatus.GONE for one in workers)
 
     def _suspected(self, suspect: Suspect) -> None:
         """Fence it, unless nobody would be left: then nobody gains by it, and it may yet come back."""

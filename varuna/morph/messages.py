@@ -7,16 +7,23 @@ repeat it. Durations are seconds.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from varuna.errors import ProtocolError
 from varuna.generations import Formation, FormingTimes, HaltReport, SampleShare
 from varuna.spec import Plan, SectionSpec
 
 _T = TypeVar("_T")
+
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+NumWorkers = Annotated[int, Meta(ge=0, le=65536)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+NameOrNone = Annotated[str, Meta(max_length=200)]
+"""What numbers and names in messages can be; anything else is no message."""
 
 
 # --- a worker says --------------------------------------------------------------------------
@@ -35,6 +42,9 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
         num_stages, micro_batch_size, schedule, recompute: what the user fixed of the layout.
         profile_path: where the profile is that plans are chosen with; empty without one.
         dataset_length, seed: with ``batch_size`` they say which samples a step uses.
+        first_step: with which it begins; not 0 if it goes on from a checkpoint.
+        step_s: predicted seconds of a step of the first plan; None without a prediction.
+        micro_batch_s: seconds of computing for a micro-batch, per pipeline and stage; empty without.
     """
 
     sections: tuple[SectionSpec, ...]
@@ -46,6 +56,9 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
     profile_path: str = ""
     dataset_length: int
     seed: int
+    first_step: Annotated[int, Meta(ge=0)] = 0
+    step_s: float | None = None
+    micro_batch_s: tuple[tuple[float, ...], ...] = ()
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -69,7 +82,7 @@ class Formed(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=
         times: what it took.
     """
 
-    generation: int
+    generation: Count
     plan: Plan | None = None
     times: FormingTimes = FormingTimes()
 
@@ -86,11 +99,11 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
         samples: of the global batch, that this worker has read.
     """
 
-    generation: int
-    step_index: int
-    duration_s: float
-    busy_s: float = 0.0
-    num_samples: int
+    generation: Count
+    step_index: Count
+    duration_s: Seconds
+    busy_s: Seconds = 0.0
+    num_samples: Count
     committed: str = ""
     samples: SampleShare | None = None
 
@@ -99,6 +112,24 @@ class Halted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=
     """The generation has ended here; it waits for what follows."""
 
     report: HaltReport
+
+
+class Finished(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Its script is over. It stays until those of all members are: what it holds may be needed until then."""
+
+    report: HaltReport
+
+
+class CheckpointComplete(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A checkpoint is complete and durable: the job can go back to it.
+
+    Attributes:
+        next_step: the step with which a job that goes back to it begins.
+        address: where it is.
+    """
+
+    next_step: Annotated[int, Meta(ge=0)]
+    address: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 # --- an agent says --------------------------------------------------------------------------
@@ -112,8 +143,8 @@ class Offer(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=T
         number: counts the offers of one agent from 1; the same one again is no news.
     """
 
-    num_workers: int
-    number: int = 1
+    num_workers: NumWorkers
+    number: Annotated[int, Meta(ge=1)] = 1
 
 
 class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -126,11 +157,11 @@ class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
         pid: of the process there; 0 if not known.
     """
 
-    incarnation: str
-    machine: str
-    rank: int | None = None
-    attempt: int = 0
-    pid: int = 0
+    incarnation: Name
+    machine: Name
+    rank: NumWorkers | None = None
+    attempt: Count = 0
+    pid: Count = 0
 
 
 class WorkerExited(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -142,7 +173,7 @@ class WorkerExited(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_f
         failure: one line about the Python exception that ended it; empty if none did.
     """
 
-    incarnation: str
+    incarnation: Name
     code: int
     failure: str = ""
 
@@ -157,19 +188,19 @@ class LeaveAsked(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fie
         event_id: the source's name for it. Told again under the same name, it replaces what was told.
     """
 
-    incarnation: str = ""
-    machine: str = ""
-    deadline_s: float = 0.0
-    source: str
-    event_id: str = ""
+    incarnation: NameOrNone = ""
+    machine: NameOrNone = ""
+    deadline_s: Seconds = 0.0
+    source: Name
+    event_id: NameOrNone = ""
 
 
 class LeaveWithdrawn(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What a ``LeaveAsked`` for a machine announced will not happen; whoever has not left yet may stay."""
 
-    machine: str
-    source: str
-    event_id: str = ""
+    machine: Name
+    source: Name
+    event_id: NameOrNone = ""
 
 
 # --- the manager's own watch says --------------------------------------------------------
@@ -186,18 +217,6 @@ class AgentLost(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
     """An agent's connection has ended, and it has not come back."""
 
     agent: str
-
-
-class CheckpointComplete(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """A checkpoint is complete and durable: the job can go back to it.
-
-    Attributes:
-        next_step: the step with which a job that goes back to it begins.
-        address: where it is.
-    """
-
-    next_step: int
-    address: str
 
 
 # --- the manager says -----------------------------------------------------------------------
@@ -285,9 +304,9 @@ class JobEnded(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
     code: int = 0
 
 
-FromWorker = Beat | Described | Ready | Formed | StepDone | Halted
+FromWorker = Beat | Described | Ready | Formed | StepDone | Halted | Finished | CheckpointComplete
 FromAgent = Offer | WorkerStarted | WorkerExited | LeaveAsked | LeaveWithdrawn
-FromWatch = WorkerLost | AgentLost | CheckpointComplete
+FromWatch = WorkerLost | AgentLost
 ToWorker = Pause | Abort | Form | Leave
 ToAgent = Welcome | Alive | StopWorker | StartFounders | StartWorker | JobEnded
 

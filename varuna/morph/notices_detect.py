@@ -1,7 +1,7 @@
 """Which clouds are here: all are asked at once, once, with a short limit.
 
-Off the cloud this costs at most three requests and ``DETECT_S`` of waiting in the background, no thread,
-nothing printed, and nothing ever after.
+Off the cloud this costs at most three requests and ``DETECT_S`` of waiting in the background, nothing printed,
+and nothing ever after.
 """
 
 from __future__ import annotations

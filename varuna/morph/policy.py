@@ -17,7 +17,12 @@ class Policy:
         founding_grace_s: after the loss of a founder, how long to wait for the first generation to be known.
         leave_margin_s: a step that would end later than this before a member has to be gone is given up.
         replace_lost: ask for a new worker wherever one was lost.
-        max_same_failures: newcomers that may end with the same failure while the job waits for one.
+        max_same_failures: newcomers that may end with the same failure while the job waits for one; and that
+            may be lost one after the other, before they have joined, until they are not replaced any more.
+        rest_s: how long a worker that is much slower than its peers gets no work; twice as long each time.
+        min_workers: the job is founded when agents have offered so many; 0: whoever started the manager starts
+            the founders.
+        settle_s: and no agent has come for so long.
     """
 
     halt_limit_s: float = 60.0
@@ -27,3 +32,6 @@ class Policy:
     leave_margin_s: float = 1.0
     replace_lost: bool = False
     max_same_failures: int = 3
+    rest_s: float = 300.0
+    min_workers: int = 0
+    settle_s: float = 5.0

@@ -100,6 +100,7 @@ class GenerationRecord(Struct, kw_only=True):
         givers: members without a stage that only give their sections away and then leave.
         formed: members in which it is open, and what that took.
         reports: of members that have halted.
+        finished: members whose scripts are over.
         committed_step, committed: the newest step whose commit is known to have returned on any member, and
             what it returned, as far as members have told.
         busy_s: per member, seconds in which it computed in each of its last steps.
@@ -115,6 +116,7 @@ class GenerationRecord(Struct, kw_only=True):
     givers: tuple[str, ...] = ()
     formed: dict[str, FormingTimes] = field(default_factory=dict)
     reports: dict[str, HaltReport] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
     committed_step: int = -1
     committed: str = ""
     busy_s: dict[str, list[float]] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class JobRecord(Struct, kw_only=True):
         offers: of agents, by name, in the order in which they came; ``offered_s`` is when the last one came.
         attempt: of founding the job with workers that agents offered.
         exit_code: of the job, once it has ended.
+        is_saved: the script of a worker that was worker 0 to the end is over.
         generation: the newest.
         checkpoint: the newest complete one.
         num_committed: steps that have happened.
@@ -155,6 +158,7 @@ class JobRecord(Struct, kw_only=True):
     offered_s: float = 0.0
     attempt: int = 0
     exit_code: int = 0
+    is_saved: bool = False
     generation: GenerationRecord = field(default_factory=lambda: GenerationRecord(number=0))
     checkpoint: CheckpointComplete | None = None
     num_committed: int = 0

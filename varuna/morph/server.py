@@ -1,7 +1,7 @@
 """The manager's door: WebSockets for workers and agents, HTTP for people. Loopback, unless bound elsewhere.
 
     GET  /worker?incarnation=NAME     WebSocket; messages as in ``messages.py``
-    GET  /agent?machine=NAME          the same for an agent
+    GET  /agent?machine=NAME[&agent=NAME]  the same for an agent; named like its machine if it is alone there
     GET  /status                      ``Status`` as JSON
     GET  /events[?after=N][&follow=1] ``LoggedEvent``, one JSON object a line
     POST /preempt                     ``PreemptRequest``
@@ -37,6 +37,7 @@ MOST_MESSAGE_BYTES = 64 << 20
 _MOST_BODY_BYTES = 64 << 10
 _MOST_NAME_LETTERS = 200
 _MOST_WORKERS = 1024
+_MOST_SECONDS = 1e9
 _CLOSE_S = 1.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -103,12 +104,13 @@ class Server:
             return socket
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:
-        name = request.query.get("machine", "")
-        if not _is_name(name):
-            return _error(400, f"{name[:80]!r} is no name of a machine")
+        machine = request.query.get("machine", "")
+        name = request.query.get("agent", machine)
+        if not _is_name(machine) or not _is_name(name):
+            return _error(400, f"{machine[:80]!r}, {name[:80]!r}: no name of a machine, or of an agent")
         hub = self._hub
         async with _socket(request) as socket:
-            connection = hub.agent_connected(name)
+            connection = hub.agent_connected(name, machine)
             try:
                 await _talk(socket, connection, lambda data: hub.from_agent(name, data))
             finally:
@@ -140,9 +142,9 @@ class Server:
             wanted = msgspec.json.decode(await request.read(), type=PreemptRequest)
             if bool(wanted.worker) == bool(wanted.machine):
                 raise ProtocolError("give either a worker or a machine")
-            if not 0 <= wanted.deadline_s < float("inf"):
-                raise ProtocolError(f"deadline_s={wanted.deadline_s}: give seconds from 0 on")
-            if not wanted.source.isprintable() or len(wanted.source) > _MOST_NAME_LETTERS:
+            if not 0 <= wanted.deadline_s <= _MOST_SECONDS:
+                raise ProtocolError(f"deadline_s={wanted.deadline_s}: give seconds from 0 to {_MOST_SECONDS:g}")
+            if not _is_name(wanted.source):
                 raise ProtocolError("the source is no name")
             asked = self._hub.ask_to_leave(
                 LeaveAsked(

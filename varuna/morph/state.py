@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from varuna.generations import FormingTimes
 from varuna.morph.agents import Agents
 from varuna.morph.gathering import is_gathering
 from varuna.morph.instructions import Instruction, SamplesTold
@@ -26,6 +27,7 @@ from varuna.morph.messages import (
     Beat,
     CheckpointComplete,
     Described,
+    Finished,
     Formed,
     FromAgent,
     FromWatch,
@@ -84,8 +86,6 @@ class Manager(Agents):
             self._on_lost(message, now_s)
         elif isinstance(message, AgentLost):
             self._on_agent_lost(message, now_s)
-        elif isinstance(message, CheckpointComplete):
-            self._on_checkpoint(message)
         elif isinstance(message, Offer | WorkerStarted | WorkerExited | LeaveAsked | LeaveWithdrawn):
             self._on_agent(sender, message, now_s)
         else:
@@ -118,7 +118,7 @@ class Manager(Agents):
                     left_s = max(0.0, deadline_s - now_s)
                     self._end_generation(f"{name} will be gone in {left_s:.1f} s, before the step ends", now_s)
         elif job.phase is Phase.ENDING:
-            if now_s >= job.since_s + policy.halt_limit_s and not self._some_ended_well():
+            if now_s >= job.since_s + policy.halt_limit_s and not generation.finished:
                 for member in self._unreported():
                     self._fence(member, f"no report for {policy.halt_limit_s:g} s after it was told to give up")
                 self._decide(now_s)
@@ -154,15 +154,13 @@ class Manager(Agents):
                 self._send(recipient, self._job_ended())
         return tuple(self._out)
 
-    def _on_checkpoint(self, message: CheckpointComplete) -> None:
-        known = self.job.checkpoint
-        if known is None or message.next_step >= known.next_step:
-            self.job.checkpoint = message
-
     # --- what workers say -------------------------------------------------------------------
 
     def _on_worker(
-        self, sender: str, message: Described | Ready | Formed | StepDone | Halted, now_s: float
+        self,
+        sender: str,
+        message: Described | Ready | Formed | StepDone | Halted | Finished | CheckpointComplete,
+        now_s: float,
     ) -> None:
         worker = self.job.workers.get(sender)
         if worker is None:  # its agent's word is still under way
@@ -174,7 +172,7 @@ class Manager(Agents):
                 self._send(sender, Leave(reason=worker.gone_reason))
             return
         if self.job.phase in ENDED or worker.status is WorkerStatus.LEAVING:
-            if isinstance(message, Ready | Halted):
+            if isinstance(message, Ready | Halted | Finished):
                 self._send(sender, Leave(reason=self.job.reason or "it was asked to leave"))
             return
         if isinstance(message, Described):
@@ -188,12 +186,24 @@ class Manager(Agents):
             self._judge(worker, message, now_s)
         elif isinstance(message, Halted):
             self._on_halted(worker, message, now_s)
+        elif isinstance(message, Finished):
+            self._on_finished(worker, message, now_s)
+        elif isinstance(message, CheckpointComplete):
+            self._on_checkpoint(message)
         else:
             assert_never(message)
+
+    def _on_checkpoint(self, message: CheckpointComplete) -> None:
+        """Nobody can go back to what has not happened."""
+        known, num_committed = self.job.checkpoint, self.job.num_committed
+        if message.next_step <= num_committed and (known is None or message.next_step >= known.next_step):
+            self.job.checkpoint = message
+            self._tell("checkpoint", f"step {message.next_step} is saved: {message.address}")
 
     def _on_described(self, message: Described, now_s: float) -> None:
         if self.job.phase is Phase.FOUNDING and self.job.description is None:
             self.job.description = message
+            self.job.num_committed = self.job.generation.next_step = message.first_step
             self._found_if_complete(now_s)
 
     def _on_ready(self, worker: WorkerRecord, message: Ready, now_s: float) -> None:
@@ -261,6 +271,8 @@ class Manager(Agents):
         if generation.members and name not in generation.members:
             return
         generation.reports[name] = report
+        if report.is_finished:
+            self._note_finished(worker, was_first=report.was_first)
         worker.has_state = worker.has_state or report.committed_step is not None  # "formed" may have got lost
         self._witness(report.committed_step, report.committed)
         if job.stopped_s is None:
@@ -271,3 +283,25 @@ class Manager(Agents):
             self._decide_if_all(now_s)
         elif job.phase in (Phase.RUNNING, Phase.FORMING, Phase.FINISHING):
             self._end_generation(f"{name} halted: {report.reason}", now_s)
+
+    def _on_finished(self, worker: WorkerRecord, message: Finished, now_s: float) -> None:
+        job, report, name = self.job, message.report, worker.incarnation
+        generation = job.generation
+        if report.generation < generation.number:
+            self._repeat_form(worker)
+            return
+        if report.generation > generation.number or name in generation.reports:
+            return
+        if generation.members and name not in generation.members:
+            return
+        generation.formed.setdefault(name, FormingTimes())  # "formed" may have got lost
+        worker.has_state = True
+        self._note_finished(worker, was_first=report.was_first)
+        self._witness(report.committed_step, report.committed)
+        self._commit_until(report.num_applied)
+        if job.phase is Phase.FOUNDING:
+            self._found_if_complete(now_s)
+        elif job.phase is Phase.FORMING:
+            self._open_if_formed(now_s)
+        elif job.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FINISHING):
+            self._see_finished(now_s)

@@ -51,6 +51,9 @@ def wish_of(job: JobRecord, plan_for: PlanFor, now_s: float) -> Wish:
         if isinstance(without, Planned):
             return Wish(reason=f"asked to leave: {who}", pause=True)
         return Wish(reason=f"asked to leave, but still needed: {who}; without: {without.reason}")
+    kept = [member.incarnation for member in members if member.incarnation in job.generation.givers]
+    if kept:
+        return Wish(reason=f"asked to leave, and not any more: {', '.join(kept)}", pause=True)
     slow = _slow(job, plan_for, now_s)
     if slow.pause or not ready:
         return slow

@@ -1,0 +1,82 @@
+"""What commands that start workers have in common: flags as values, defaults, directories."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from varuna.config import LayoutConfig, TraceConfig
+from varuna.errors import ConfigError
+
+
+def layout_of(
+    stages: int | None,
+    micro_batch_size: int | None,
+    schedule_name: str | None,
+    recompute: bool | None,
+    no_check: bool,
+) -> LayoutConfig:
+    """What flags say, else what the environment says."""
+    layout = LayoutConfig.from_env(os.environ)
+    if stages is not None:
+        layout = replace(layout, num_stages=stages)
+    if micro_batch_size is not None:
+        layout = replace(layout, micro_batch_size=micro_batch_size)
+    if schedule_name is not None:
+        layout = replace(layout, schedule=schedule_name)
+    if recompute is not None:
+        layout = replace(layout, recompute=recompute)
+    return replace(layout, check=False) if no_check else layout
+
+
+def trace_environ(path: str | None, steps: str | None) -> dict[str, str]:
+    """What workers find in their environment about a trace; nothing if the environment says it already."""
+    if path is None and steps is not None:
+        raise ConfigError(f"--trace-steps {steps} needs a file to write to. Add --trace FILE.")
+    if path is None:
+        return {}
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise ConfigError(f"The trace cannot be written to {path}: there is no folder {file.parent}.")
+    return TraceConfig.parse(str(file), steps or "").to_env()
+
+
+def check_script(script: str, is_module: bool) -> None:
+    """Raise ``ConfigError`` if a script is not there."""
+    if not is_module and not Path(script).is_file():
+        raise ConfigError(
+            f"No file {script!r} in {Path.cwd()}. Give the path of a Python script, or -m and a module."
+        )
+
+
+def default_workers() -> int:
+    """One per visible GPU, else one."""
+    from varuna.launch import visible_gpus
+
+    num_gpus = visible_gpus(os.environ)
+    reason = f"one per visible GPU ({num_gpus})" if num_gpus else "no GPU found; use --workers for more"
+    click.echo(f"varuna: {max(1, num_gpus)} worker{'s' if num_gpus > 1 else ''}: {reason}", err=True)
+    return max(1, num_gpus)
+
+
+def log_directory(wanted: Path | None, run_id: str) -> Path:
+    """An existing directory for logs: the one that was asked for, or a new one."""
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix=f"varuna-{run_id}-"))
+    wanted.mkdir(parents=True, exist_ok=True)
+    return wanted.absolute()
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Remove a directory of logs in which nothing was written, but for the journal of a job that ended well."""
+    from varuna.launch.manager import JOURNAL_NAMES
+
+    files = list(directory.iterdir())
+    if not any(file.stat().st_size for file in files if file.name not in JOURNAL_NAMES):
+        for file in files:
+            file.unlink()
+        directory.rmdir()
