@@ -17,7 +17,11 @@ _NUM_SHOWN = 20
 
 @click.command()
 @click.argument("target", metavar="[RUN|JOURNAL]", default="")
-@click.option("--steps", type=click.IntRange(min=0), help="How many there should be. Default: any number.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=0),
+    help="How many there should be, those before a checkpoint that it began from included. Default: any.",
+)
 def audit(*, target: str, steps: int | None) -> None:
     r"""Check which samples a run has trained on: nothing lost, nothing twice, nothing weighted otherwise.
 
@@ -55,8 +59,9 @@ def _described(view: LedgerView) -> str:
 
     order = view.order
     generations = len({entry.generation for entry in view.entries})
+    begun = f" from step {order.first_step} on" if order.first_step else ""
     return (
-        f"{_count(len(view.entries), 'step')} in {_count(generations, 'generation')}, batches of "
+        f"{_count(len(view.entries), 'step')}{begun} in {_count(generations, 'generation')}, batches of "
         f"{order.batch_size} from {order.dataset_length} samples, seed {order.seed}; workers have told all "
         f"samples of {_count(num_told(view.shares, order), 'step')}"
     )

@@ -26,6 +26,7 @@ class Candidate:
         rests: it is too slow to get work, if the others can do without it.
         leaving: it was asked to go; ``deadline_s`` is when, on any clock, None if that is not known.
         store_address: of the store that it offers.
+        num_calls: of those that no step depends on, how many are over there.
     """
 
     incarnation: str
@@ -37,6 +38,7 @@ class Candidate:
     leaving: bool = False
     deadline_s: float | None = None
     store_address: str = ""
+    num_calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +103,10 @@ def arrange(
         return planned
     givers = _givers([one for one in candidates if one not in chosen], num_sections, candidates)
     members = [one for one in candidates if one in chosen or one in givers or not one.leaving]
-    state_rank = next((rank for rank, member in enumerate(members) if member.has_state), None)
-    if state_rank is None:
+    informed = [rank for rank, member in enumerate(members) if member.has_state]
+    if not informed:
         return LostState()
+    state_rank = min(informed, key=lambda rank: members[rank].num_calls)  # newcomers begin where it still is
     ranks = [rank for rank, member in enumerate(members) if member in chosen]
     held = {rank: member.held for rank, member in enumerate(members)}
     plan = place(planned.plan, ranks, len(members), held, described.sections)

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,7 +21,9 @@ from varuna.morph.link import Link, Refusal
 from varuna.morph.messages import (
     Abort,
     Beat,
+    CheckpointComplete,
     Described,
+    Finished,
     Form,
     Formed,
     FromWorker,
@@ -40,6 +42,38 @@ BEAT_S = 0.5
 """Seconds between two signs of life."""
 
 FENCED_STATUS = 410
+
+GIVE_UP_S = 15.0
+"""A worker whose script is over waits so long for a manager that is not there."""
+
+_LOOK_S = 1.0
+
+
+_REFORMED = "VARUNA_REFORMED"
+"""Set in this process's environment once its workers are not those any more that were started together."""
+
+
+def note_on_further_job(environ: Mapping[str, str]) -> str:
+    """What people should know of a job that is not the first of its script; empty if it is.
+
+    A manager has one job. The next one of the same script is worked on by the same workers, which were numbered
+    when they were started: so it cannot go on without one of them, nor begin if one of them is gone.
+
+    Raises:
+        RunError: workers have come or gone.
+    """
+    if not environ.get("VARUNA_INCARNATION") or "VARUNA_MANAGER" in environ:
+        return ""
+    if environ.get(_REFORMED) or environ.get("VARUNA_JOINS") == "1":
+        raise RunError(
+            "A script's first job goes on when workers come and go; a further one in the same script needs the "
+            "workers that were started together, and they have changed. Give each job a script of its own, or "
+            "use `varuna run --no-morph`."
+        )
+    return (
+        "only the first job of a script goes on when workers come and go: this one ends with the first worker "
+        "that is lost"
+    )
 
 
 class LiveGeneration(Protocol):
@@ -71,7 +105,9 @@ class ManagedControl:
         self._paused: set[int] = set()
         self._state: FromWorker | None = None
         self._description: Described | None = None
-        self._orders: queue.SimpleQueue[Form | Leave | Refusal] = queue.SimpleQueue()
+        self._checkpoint: CheckpointComplete | None = None
+        self._orders: queue.SimpleQueue[Form | Leave | Refusal | Abort] = queue.SimpleQueue()
+        self._is_finished = False
         self._newest_order = -1
         self._wait_s = 0.0
         self._link = Link(
@@ -106,6 +142,13 @@ class ManagedControl:
         """What the job is; said by rank 0 of the first generation."""
         self._description = description
         self._link.send(encode(description))
+
+    def checkpointed(self, next_step: int, address: str) -> None:
+        """The job can go back to a checkpoint; from any thread."""
+        message = CheckpointComplete(next_step=next_step, address=address)
+        with self._lock:
+            self._checkpoint = message
+        self._link.send(encode(message))
 
     def ready(self, digest: str, store_address: str) -> Formation:
         """See ``varuna.run.member.Control``."""
@@ -149,11 +192,42 @@ class ManagedControl:
         )
         self._link.send(encode(message))
 
+    def finished(self, report: HaltReport) -> Verdict | None:
+        """See ``varuna.run.member.Control``."""
+        with self._lock:
+            self._is_finished = True
+            is_over = report.generation in self._aborted
+        self._tell(Halted(report=report) if is_over else Finished(report=report))
+        away_since_s: float | None = None
+        while True:
+            try:
+                order = self._orders.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if self._link.is_connected:
+                    away_since_s = None
+                elif away_since_s is None:
+                    away_since_s = time.monotonic()
+                elif time.monotonic() > away_since_s + GIVE_UP_S:  # there will be none any more
+                    self.close()
+                    return None
+                continue
+            if isinstance(order, Leave):
+                self.close()
+                return None
+            if isinstance(order, Abort):
+                if order.generation == report.generation and not is_over:
+                    is_over = True
+                    self._tell(Halted(report=report))
+                continue
+            verdict = self._verdict(order)
+            if verdict is not None:
+                return verdict
+
     def close(self) -> None:
         """This worker's script is over."""
         self._link.close()
 
-    def _tell(self, state: Ready | Halted | Formed) -> None:
+    def _tell(self, state: Ready | Halted | Formed | Finished) -> None:
         with self._lock:
             self._state = state
         self._link.send(encode(state))
@@ -161,25 +235,36 @@ class ManagedControl:
     def _next_order(self) -> Verdict:
         while True:
             order = self._orders.get()
-            if isinstance(order, Refusal):
-                self._orders.put(order)  # it stays so
-                if order.status == FENCED_STATUS:
-                    raise WantedEnd
-                raise RunError(f"The manager at {self._url} refuses this worker: {order.reason}.")
             if isinstance(order, Leave):
                 self.close()
                 raise WantedEnd
-            if order.formation.generation > self._newest_order:  # a restarted manager may repeat itself
-                self._newest_order = order.formation.generation
-                if order.formation.rank == 0:
-                    take_terminal(os.environ)
-                return Verdict(formation=order.formation, committed=order.committed)
+            if isinstance(order, Abort):  # it has halted already
+                continue
+            verdict = self._verdict(order)
+            if verdict is not None:
+                return verdict
+
+    def _verdict(self, order: Form | Refusal) -> Verdict | None:
+        """How to go on; None if that was heard before."""
+        if isinstance(order, Refusal):
+            self._orders.put(order)  # it stays so
+            if order.status == FENCED_STATUS:
+                raise WantedEnd
+            raise RunError(f"The manager at {self._url} refuses this worker: {order.reason}.")
+        if order.formation.generation <= self._newest_order:  # a restarted manager may repeat itself
+            return None
+        self._newest_order = order.formation.generation
+        os.environ[_REFORMED] = "1"
+        if order.formation.rank == 0:
+            take_terminal(os.environ)
+        formation = replace(order.formation, checkpoint=order.checkpoint)
+        return Verdict(formation=formation, committed=order.committed)
 
     # --- the link's thread ------------------------------------------------------------------
 
     def _greeting(self) -> list[bytes]:
         with self._lock:
-            messages = (self._description, self._state)
+            messages = (self._description, self._state, self._checkpoint)
         return [encode(message) for message in messages if message is not None]
 
     def _received(self, data: bytes) -> None:
@@ -193,6 +278,8 @@ class ManagedControl:
             with self._lock:
                 self._aborted[message.generation] = message.reason
                 generation = self._generation
+                if self._is_finished:
+                    self._orders.put(message)
             if generation is not None and generation.index == message.generation:
                 generation.abort(message.reason)
         else:

@@ -156,10 +156,11 @@ class Journal:
                 last = manager.handle(sender, message, now_s)
             followed += last
         self._num_since_snapshot = len(rows)
-        (num_steps,) = self._database.execute("SELECT COUNT(*) FROM ledger").fetchone()
+        (newest,) = self._database.execute("SELECT MAX(step_index) FROM ledger").fetchone()
+        is_whole = newest is not None and newest + 1 == manager.job.num_committed
         with self._database:  # the crash may have come between an entry and what follows from it
             self._database.execute("BEGIN")
-            self._table.follow(last if num_steps == manager.job.num_committed else followed)
+            self._table.follow(last if is_whole else followed)
         return Restored(manager=manager, now_s=now_s)
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
@@ -265,5 +266,8 @@ class ResumedClock:
 
 def _order_of(described: Described) -> SampleOrder:
     return SampleOrder(
-        dataset_length=described.dataset_length, batch_size=described.batch_size, seed=described.seed
+        dataset_length=described.dataset_length,
+        batch_size=described.batch_size,
+        seed=described.seed,
+        first_step=described.first_step,
     )

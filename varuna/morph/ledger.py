@@ -21,11 +21,12 @@ FIRST_LINK = hashlib.sha256(b"varuna ledger 1").hexdigest()
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The numbers that say which samples a step uses."""
+    """The numbers that say which samples a step uses, and the step with which the job began."""
 
     dataset_length: int
     batch_size: int
     seed: int
+    first_step: int = 0
 
     def digest_of(self, step_index: int) -> str:
         """Digest of the sample ids of a step."""
@@ -109,14 +110,14 @@ def audit(
     Args:
         entries: as they were written.
         order: of the job.
-        num_steps: how many steps there should be; None for as many as there are.
+        num_steps: with which step the ledger should end, counted from 1; None for any.
         shares: what workers have told, by step and position.
 
     Returns:
-        Nothing if every step from 0 on happened exactly once, with exactly its samples.
+        Nothing if every step from the first on happened exactly once, with exactly its samples.
     """
     findings: list[Finding] = []
-    expected, link, generation = 0, FIRST_LINK, 0
+    expected, link, generation = order.first_step, FIRST_LINK, 0
     for entry in entries:
         step = entry.step_index
         if step != expected:
@@ -142,10 +143,8 @@ def audit(
     return tuple(findings)
 
 
-def _audit_told(
-    step: int, shares: Sequence[ToldShare], num_steps: int, order: SampleOrder
-) -> Iterator[Finding]:
-    if not 0 <= step < num_steps:
+def _audit_told(step: int, shares: Sequence[ToldShare], end_step: int, order: SampleOrder) -> Iterator[Finding]:
+    if not order.first_step <= step < end_step:
         yield Finding(step_index=step, text=f"workers read samples for step {step}, which is not in the ledger")
         return
     ids = order.ids_of(step)

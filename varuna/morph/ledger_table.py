@@ -76,7 +76,7 @@ class LedgerTable:
     def _write_steps(self, steps: StepsCommitted, order: SampleOrder) -> None:
         row = self._database.execute(f"SELECT {_ENTRY} FROM ledger ORDER BY step_index DESC LIMIT 1").fetchone()
         before = None if row is None else _entry(row)
-        first = 0 if before is None else before.step_index + 1
+        first = order.first_step if before is None else before.step_index + 1
         for step in range(first, steps.end_step):
             count = order.batch_size if steps.num_samples is None else steps.num_samples
             before = next_entry(before, step, steps.generation, count, order)

@@ -24,7 +24,7 @@ class Phase(enum.Enum):
     FORMING = "forming"
     """Members were told the next generation and open it."""
     FINISHING = "finishing"
-    """At least one member's script has ended well; the others are about to."""
+    """The script of at least one member is over; it stays until those of all are."""
     FAILED = "failed"
     """The job cannot go on; the reason is known."""
     DONE = "done"

@@ -76,7 +76,7 @@ def _plan(num_workers: int, described: Described, num_stages: int | None) -> Pla
         )
         return Planned(plan=choice.plan, note=note)
     machines = tuple(Machine(name=f"machine-{index}", num_workers=1) for index in range(num_workers))
-    chosen = choose_plan(
+    choice = choose_plan(
         profile,
         Cluster(machines=machines),
         batch_size=described.batch_size,
@@ -84,10 +84,5 @@ def _plan(num_workers: int, described: Described, num_stages: int | None) -> Pla
         micro_batch_size=described.micro_batch_size,
         schedule=described.schedule,
         recompute=recompute,
-    )
-    plan, prediction = chosen.plan, chosen.prediction
-    micro_batch_s = tuple(
-        tuple(stage.busy_s / pipeline.num_micro_batches for stage in predicted.stages)
-        for pipeline, predicted in zip(plan.pipelines, prediction.pipelines, strict=True)
-    )
-    return Planned(plan=plan, step_s=prediction.step_s, micro_batch_s=micro_batch_s)
+    ).to_plan_choice()
+    return Planned(plan=choice.plan, step_s=choice.step_s, micro_batch_s=choice.micro_batch_s)

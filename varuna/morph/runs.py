@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from varuna.errors import ConfigError
 
-
 JOURNAL_NAME = "journal.sqlite"
 """The manager's journal, in the folder of a run's logs."""
 

@@ -24,10 +24,19 @@ MICRO_BATCHES_PER_STAGE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoice:
-    """A plan and, in words, why it looks so."""
+    """A plan and, in words, why it looks so.
+
+    Attributes:
+        plan: the layout.
+        reason: for people.
+        step_s: predicted seconds of a step; None without a profile.
+        micro_batch_s: predicted seconds of computing for a micro-batch, per pipeline and stage; empty without.
+    """
 
     plan: Plan
     reason: str
+    step_s: float | None = None
+    micro_batch_s: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
