@@ -77,10 +77,10 @@ class NoticeWatch:
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._task)
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            if left := asyncio.all_tasks(self._loop):
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(left))
         finally:
             self._loop.close()
 
