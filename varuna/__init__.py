@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from varuna.config import LayoutConfig as Layout
+    from varuna.config_checkpoint import CheckpointConfig as Checkpoints
     from varuna.errors import (
         CaptureError,
         CheckFailed,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CheckFailed",
+    "Checkpoints",
     "ConfigError",
     "CutPoint",
     "CutPointError",
@@ -69,6 +71,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "Checkpoints": "varuna.config_checkpoint",
     "CutPoint": "varuna.partition.cutpoint",
     "Layout": "varuna.config",
     "Loss": "varuna.partition.loss",
@@ -79,12 +82,15 @@ _ELSEWHERE = {
     "sample_ids": "varuna.order",
 }
 
+_NAMED = {"Checkpoints": "CheckpointConfig", "Layout": "LayoutConfig"}
+"""What some are called where they are defined."""
+
 
 def __getattr__(name: str) -> object:
     if name not in __all__ or name == "__version__":
         raise AttributeError(f"module 'varuna' has no attribute {name!r}")
     module = importlib.import_module(_ELSEWHERE.get(name, "varuna.errors"))
-    value = getattr(module, "LayoutConfig" if name == "Layout" else name)
+    value = getattr(module, _NAMED.get(name, name))
     globals()[name] = value
     return value
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
 from varuna.cli_audit import audit
+from varuna.cli_checkpoint import checkpoint, checkpoint_environ, checkpoint_options
 from varuna.cli_fleet import profiles
+from varuna.cli_hosts import HostsFlags, hosts_options, run_on_hosts
+from varuna.cli_machines import agent, manager
 from varuna.cli_morph import events, preempt, status, workers
 from varuna.cli_plan import plan
 from varuna.cli_profile import profile
 from varuna.cli_replay import replay
 from varuna.cli_simulate import simulate
+from varuna.cli_start import (
+    check_script,
+    default_workers,
+    layout_of,
+    log_directory,
+    remove_if_empty,
+    trace_environ,
+)
 from varuna.cli_timeline import timeline
-from varuna.config import SCHEDULE_NAMES, LayoutConfig, MorphConfig, ProfileConfig, TraceConfig
+from varuna.config import SCHEDULE_NAMES, MorphConfig, ProfileConfig
 from varuna.errors import ConfigError, UserError
 from varuna.launch.naming import new_run_id
 
@@ -101,6 +110,14 @@ def main() -> None:
     default=None,
     help="Go on when workers come and go, or end with the first that is lost. Default: go on.",
 )
+@click.option(
+    "--replace-lost/--no-replace-lost",
+    "replaces",
+    default=None,
+    help="Start a new worker for each one that is lost, or go on with fewer. Default: go on with fewer.",
+)
+@checkpoint_options
+@hosts_options
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -118,27 +135,48 @@ def run(
     trace: str | None,
     trace_steps: str | None,
     morphs: bool | None,
+    replaces: bool | None,
+    checkpoint_url: str | None,
+    checkpoint_every: str | None,
+    keep: int | None,
+    resume: str | None,
+    hosts: Path | None,
+    address: str,
+    env: tuple[str, ...],
+    env_files: tuple[Path, ...],
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT on several workers of this machine. What follows SCRIPT belongs to it."""
+    """Run SCRIPT on several workers, of this machine or of those in a file. What follows SCRIPT belongs to it."""
     from varuna.launch import LocalJob, run_local
 
-    layout = _layout(stages, micro_batch_size, schedule, recompute, no_check)
-    num_workers = workers if workers is not None else _default_workers()
+    layout = layout_of(stages, micro_batch_size, schedule, recompute, no_check)
+    traced = trace_environ(trace, trace_steps)
+    saved = checkpoint_environ(os.environ, url=checkpoint_url, every=checkpoint_every, keep=keep, resume=resume)
+    profiled = ProfileConfig(wanted=profiles_first).to_env()
+    check_script(script, is_module)
+    if hosts is not None:
+        flags = HostsFlags(
+            hosts=hosts,
+            address=address,
+            env=env,
+            env_files=env_files,
+            environ={**layout.to_env(), **traced, **saved, **profiled},
+            workers=workers,
+            log_dir=log_directory(log_dir, new_run_id(script)),
+            replaces=replaces,
+            agent=("--show", show, *(("-m",) if is_module else ()), script, *arguments),
+        )
+        sys.exit(run_on_hosts(flags, os.environ))
+    num_workers = workers if workers is not None else default_workers()
     if layout.num_stages is not None and layout.num_stages > num_workers:
         raise ConfigError(
             f"{layout.num_stages} stages need as many workers, and there are {num_workers}. Use --workers "
             f"{layout.num_stages} or more, or fewer stages."
         )
-    traced = _traced(trace, trace_steps)
-    if not is_module and not Path(script).is_file():
-        raise ConfigError(
-            f"No file {script!r} in {Path.cwd()}. Give the path of a Python script, or -m and a module."
-        )
     run_id = new_run_id(script)
-    directory = _log_directory(log_dir, run_id)
+    directory = log_directory(log_dir, run_id)
     if num_workers > 1:
         others = "worker 1" if num_workers == 2 else f"workers 1-{num_workers - 1}"
         click.echo(f"varuna: {num_workers} workers; output of {others} goes to {directory}", err=True)
@@ -151,11 +189,11 @@ def run(
         run_id=run_id,
         log_dir=directory,
         show_all=show == "all",
-        morph=MorphConfig.from_env(os.environ, morphs) if num_workers > 1 else None,
+        morph=MorphConfig.from_env(os.environ, morphs, replaces) if num_workers > 1 else None,
     )
-    exit_code = run_local(job, {**os.environ, **traced, **ProfileConfig(wanted=profiles_first).to_env()})
+    exit_code = run_local(job, {**os.environ, **traced, **saved, **profiled})
     if exit_code == 0 and log_dir is None:
-        _remove_if_empty(directory)
+        remove_if_empty(directory)
     sys.exit(exit_code)
 
 
@@ -172,6 +210,9 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
     click.echo(render_schedule(name, stages, micro_batches, flags))
 
 
+main.add_command(manager)
+main.add_command(agent)
+main.add_command(checkpoint)
 main.add_command(plan)
 main.add_command(profile)
 main.add_command(simulate)
@@ -183,62 +224,3 @@ main.add_command(events)
 main.add_command(preempt)
 main.add_command(audit)
 main.add_command(workers)
-
-
-def _layout(
-    stages: int | None,
-    micro_batch_size: int | None,
-    schedule_name: str | None,
-    recompute: bool | None,
-    no_check: bool,
-) -> LayoutConfig:
-    """What flags say, else what the environment says."""
-    layout = LayoutConfig.from_env(os.environ)
-    if stages is not None:
-        layout = replace(layout, num_stages=stages)
-    if micro_batch_size is not None:
-        layout = replace(layout, micro_batch_size=micro_batch_size)
-    if schedule_name is not None:
-        layout = replace(layout, schedule=schedule_name)
-    if recompute is not None:
-        layout = replace(layout, recompute=recompute)
-    return replace(layout, check=False) if no_check else layout
-
-
-def _traced(path: str | None, steps: str | None) -> dict[str, str]:
-    """What workers find in their environment about a trace; nothing if the environment says it already."""
-    if path is None and steps is not None:
-        raise ConfigError(f"--trace-steps {steps} needs a file to write to. Add --trace FILE.")
-    if path is None:
-        return {}
-    file = Path(path).absolute()
-    if not file.parent.is_dir():
-        raise ConfigError(f"The trace cannot be written to {path}: there is no folder {file.parent}.")
-    return TraceConfig.parse(str(file), steps or "").to_env()
-
-
-def _default_workers() -> int:
-    from varuna.launch import visible_gpus
-
-    num_gpus = visible_gpus(os.environ)
-    reason = f"one per visible GPU ({num_gpus})" if num_gpus else "no GPU found; use --workers for more"
-    click.echo(f"varuna: {max(1, num_gpus)} worker{'s' if num_gpus > 1 else ''}: {reason}", err=True)
-    return max(1, num_gpus)
-
-
-def _log_directory(wanted: Path | None, run_id: str) -> Path:
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix=f"varuna-{run_id}-"))
-    wanted.mkdir(parents=True, exist_ok=True)
-    return wanted.absolute()
-
-
-def _remove_if_empty(directory: Path) -> None:
-    """Remove a directory of logs in which nothing was written, but for the journal of a job that ended well."""
-    from varuna.launch.manager import JOURNAL_NAMES
-
-    files = list(directory.iterdir())
-    if not any(file.stat().st_size for file in files if file.name not in JOURNAL_NAMES):
-        for file in files:
-            file.unlink()
-        directory.rmdir()

@@ -1,13 +1,64 @@
-"""``varuna checkpoint``: list, verify and export checkpoints. Starts without torch."""
+"""``varuna checkpoint``: list, verify and export checkpoints; and options of ``run``. Starts without torch."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
+from varuna.config_checkpoint import CheckpointConfig
+from varuna.errors import ConfigError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _STEP = click.option("--step", type=click.IntRange(min=0), help="That of this step. Default: the newest.")
+
+
+def checkpoint_options(command: _Command) -> _Command:
+    """Options of ``varuna run``: where checkpoints go, how often, and from which one it begins."""
+    for option in (
+        click.option(
+            "--resume", help="Begin from newest, never, or a step with a checkpoint. Default: newest."
+        ),
+        click.option("--keep", type=click.IntRange(min=1), help="Checkpoints that stay. Default: 3."),
+        click.option("--checkpoint-every", help="100 (steps) or 300s (seconds). Default: 600s."),
+        click.option(
+            "--checkpoint", "checkpoint_url", metavar="URL", help="Save to this directory or s3://bucket/name."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def checkpoint_environ(
+    environ: Mapping[str, str],
+    *,
+    url: str | None,
+    every: str | None,
+    keep: int | None,
+    resume: str | None,
+) -> dict[str, str]:
+    """What workers find in their environment of it: flags before what ``environ`` says.
+
+    Raises:
+        ConfigError: a value that cannot be, or a flag that needs ``--checkpoint``.
+    """
+    place = url or environ.get("VARUNA_CHECKPOINT", "")
+    given = {"--checkpoint-every": every, "--keep": keep, "--resume": resume}
+    if not place:
+        for flag, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{flag} {value} needs a place for checkpoints. Add --checkpoint URL.")
+        return {}
+    config = CheckpointConfig.parse(
+        place,
+        every=every or environ.get("VARUNA_CHECKPOINT_EVERY", ""),
+        keep=str(keep or environ.get("VARUNA_CHECKPOINT_KEEP", "")),
+        resume=resume or environ.get("VARUNA_RESUME", ""),
+    )
+    return config.to_env()
 
 
 @click.group()

@@ -82,6 +82,42 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete and durable.
+
+    Attributes:
+        step: steps done.
+        url: where it is.
+        size_bytes: of all its files; 0 if that is not known.
+        pause_s: how long training stood still for the copy.
+        write_s: how long writing took behind it.
+    """
+
+    step: int
+    url: str
+    size_bytes: int
+    pause_s: float
+    write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A save did not become a checkpoint; training goes on, and older ones stay."""
+
+    step: int
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """The job goes on from a checkpoint: at its start, or because nobody had its newest state any more."""
+
+    step: int
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainFinished(Event):
     """``job.train`` ended, by its last step or by an exception (``error`` then says which)."""
 

@@ -33,6 +33,8 @@ class Formation:
         next_step: the step it begins with.
         store_address: ``host:port`` of the store in which its members meet: the one that rank 0 offered. Empty
             for a generation of one worker, which needs none.
+        checkpoint: where sections and the job's state come from, if nobody has them any more: whatever a member
+            holds is void, and the whole job stands before ``next_step``. Empty if they come from members.
     """
 
     generation: int
@@ -43,6 +45,7 @@ class Formation:
     state_rank: int
     next_step: int
     store_address: str = ""
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,9 @@ class HaltReport:
         held_sections: what this worker has, up to date.
         reason: why it halted, for people.
         store_address: ``host:port`` of the store that it offers for the next generation.
+        num_calls: of those that no step depends on, how many are over here.
+        is_finished: its script is over: it only stays to help others.
+        was_first: it was worker 0 when its last step or call was over.
     """
 
     generation: int
@@ -133,6 +139,9 @@ class HaltReport:
     held_sections: tuple[int, ...]
     reason: str
     store_address: str = ""
+    num_calls: int = 0
+    is_finished: bool = False
+    was_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

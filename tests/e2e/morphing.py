@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from varuna.morph.ledger import audit
 from varuna.morph.ledger_table import read_ledger
 from varuna.morph.runs import living_runs
 from varuna.morph.views import LoggedEvent, Status
+from varuna.testing.faults import Fault, FaultScript, Point, What
 
 NUM_STEPS = 40
 TRAINING = Training(
@@ -39,27 +39,15 @@ TRAINING = Training(
 EXACT = 1e-12
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that goes wrong on a worker; see ``scripts/morphing.py``."""
-
-    what: str
-    worker: int
-    point: str
-    step: int
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.what}:{self.worker}:{self.point}:{self.step}:{self.count}"
-
-    @staticmethod
-    def parse(text: str) -> Fault:
-        what, worker, point, step, count = text.split(":")
-        return Fault(what, int(worker), point, int(step), int(count))
+def fault(
+    what: What, worker: int, point: Point, step: int | None = None, count: int = 1, *, seconds: float = 0.0
+) -> Fault:
+    """Something that goes wrong on a worker."""
+    return Fault(what=what, point=point, worker=worker, step=step, count=count, seconds=seconds)
 
 
 class Run:
-    """One that is at work, or over."""
+    """One that is at work, or over. All its faults must happen."""
 
     def __init__(
         self,
@@ -71,23 +59,27 @@ class Run:
         stages: int = 2,
         limit: int = NUM_STEPS,
         environ: Mapping[str, str] | None = None,
+        script: str = "morphing.py",
+        arguments: Sequence[str] = (),
     ) -> None:
         self.directory = directory
+        self.script = FaultScript(directory / "faults", faults)
         self.ended: Ended | None = None
+        self._num_faults = len(faults)
         self._cache_dir = cache_dir
         self._client: RunClient | None = None
         self._num_seen = 0
         self.limit(limit)
         self.job = warm.run(
             directory,
-            "morphing.py",
+            script,
             str(NUM_STEPS),
-            *map(str, faults),
+            *arguments,
             workers=workers,
             stages=stages,
             cache_dir=cache_dir,
             morphs=True,
-            environ=environ,
+            environ={**self.script.environ(), **(environ or {})},
         )
 
     @property
@@ -129,7 +121,9 @@ class Run:
 
     def fired(self, worker: int) -> None:
         """Until the fault of a worker has happened."""
-        wait_until((self.directory / f"fired-{worker}").exists, 30, f"the fault of worker {worker}")
+        wait_until(
+            lambda: any(one.worker == worker for one in self.script.fired()), 30, f"worker {worker}'s fault"
+        )
 
     def process(self, name: str) -> psutil.Process:
         """The only process of the run that has this name, or these words in its command line."""
@@ -173,6 +167,7 @@ class Run:
         """Its end, which is a good one."""
         ended = self.wait()
         assert ended.codes == [0], ended.stderr
+        assert len(self.script.fired()) == self._num_faults
         return ended
 
     # --- what came of it --------------------------------------------------------------------
@@ -184,32 +179,47 @@ class Run:
 
     def is_exact(self) -> None:
         """Every step that any worker saw, and the final weights, are those of the undisturbed run."""
-        expected_state, expected = undisturbed()
+        assert self.steps_are_exact() == set(range(NUM_STEPS))
+        self.ledger_is_right()
+        self.end_is_exact()
+
+    def steps_are_exact(self, *, goes_back: bool = False) -> set[int]:
+        """Every step that any worker saw is that of the undisturbed run; which these are."""
+        _, expected = undisturbed()
         seen: set[int] = set()
         for path in self.directory.glob("steps-*.jsonl"):
             steps = self.steps(int(path.stem.removeprefix("steps-")))
             indices = [step["index"] for step in steps]
-            assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
+            if indices and not goes_back:
+                assert indices == list(range(indices[0], indices[0] + len(indices)))
             seen.update(indices)
             for step in steps:
-                _check_step(step, expected[step["index"]])
-        assert seen == set(range(NUM_STEPS))
-        self._check_ledger()
+                check_step(step, expected[step["index"]])
+        return seen
+
+    def end_is_exact(self) -> None:
+        """The final weights are those of the undisturbed run, and so is what each script has added up."""
+        expected_state, expected = undisturbed()
+        for path in self.directory.glob("seen-*.json"):
+            seen = json.loads(path.read_text())
+            assert seen["num_steps"] == NUM_STEPS
+            assert seen["loss_sum"] == pytest.approx(sum(step["loss"] for step in expected), rel=EXACT)
         state = cases.decode(json.loads((self.directory / "state.json").read_text()))
         assert state.keys() == expected_state.keys()
         for name, value in expected_state.items():
             difference = (state[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
             assert difference <= EXACT, (name, float(difference))
 
-    def _check_ledger(self) -> None:
-        """Every step happened once, with the samples that it should have."""
+    def ledger_is_right(self, first_step: int = 0) -> None:
+        """Every step from the first on happened once, with the samples that it should have."""
         view = read_ledger(self.directory / "logs" / "journal.sqlite")
         assert view.order is not None
         assert audit(view.entries, view.order, NUM_STEPS, view.shares) == ()
-        assert len(view.entries) == NUM_STEPS
+        assert len(view.entries) == NUM_STEPS - first_step
 
 
-def _check_step(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+def check_step(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """A step is that of the undisturbed run."""
     for key in ("index", "weight", "num_samples", "lr", "skipped"):
         assert mine[key] == theirs[key], (key, mine, theirs)
     for key in ("loss", "grad_norm"):

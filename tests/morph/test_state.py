@@ -221,9 +221,19 @@ def test_nobody_is_left_but_a_checkpoint() -> None:
 
 def test_an_older_checkpoint_does_not_count() -> None:
     world = started(2)
+    run(world, lambda: world.manager.job.num_committed == 5)
     for step in (4, 2):
-        world.manager.handle("", CheckpointComplete(next_step=step, address=f"step-{step}"), 0.0)
+        world.manager.handle("w0", CheckpointComplete(next_step=step, address=f"step-{step}"), 0.0)
     assert world.manager.job.checkpoint == CheckpointComplete(next_step=4, address="step-4")
+
+
+def test_a_checkpoint_of_what_has_not_happened_or_from_a_worker_that_is_out_does_not_count() -> None:
+    world = started(3, stages=(1,))
+    run(world, lambda: world.manager.job.num_committed == 2)
+    world.manager.handle("w0", CheckpointComplete(next_step=10**9, address="step-1000000000"), 0.0)
+    world.lose(world.workers["w1"])
+    world.manager.handle("w1", CheckpointComplete(next_step=1, address="step-1"), 0.0)
+    assert world.manager.job.checkpoint is None
 
 
 def test_a_failing_script_ends_the_job_at_once() -> None:

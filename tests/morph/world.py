@@ -15,7 +15,7 @@ import msgspec
 from tests.morph import world_parts
 from tests.morph.world_parts import BATCH_SIZE, DESCRIBED, Action, Message, Record, Worker
 from varuna.generations import HaltReport
-from varuna.morph.instructions import Instruction, Send, StepsCommitted, StepsUndone, Tell
+from varuna.morph.instructions import Instruction, SamplesTold, Send, StepsCommitted, StepsUndone, Tell
 from varuna.morph.journal import Journal
 from varuna.morph.messages import (
     Abort,
@@ -175,6 +175,8 @@ class World:
                 is_back = self.manager.job.checkpoint in self.saved
                 assert is_back or not self.tells_commits, "a step is run again, though its outcome was told"
                 del self.ledger[instruction.first_step :]
+            elif isinstance(instruction, SamplesTold):
+                assert instruction.step_index < len(self.ledger), (instruction, self.ledger)
             else:
                 self._carry(instruction)
 
@@ -246,11 +248,13 @@ class World:
 
     def save(self) -> None:
         """A checkpoint of what has happened so far becomes complete."""
+        members = self.manager.job.members()
+        if not members:
+            return
         self.faults.append(f"save {len(self.ledger)}")
         complete = CheckpointComplete(next_step=len(self.ledger), address=f"step-{len(self.ledger)}")
         self.saved.append(complete)
-        members = self.manager.job.members()
-        self.deliver(members[0].incarnation if members else "", complete)
+        self.deliver(members[0].incarnation, complete)
 
     def _exit(self, worker: Worker, code: int, failure: str = "") -> None:
         worker.is_alive = False

@@ -64,17 +64,27 @@ class Committer:
         """
         try:
             known = self._orders()
-            sequence = max([self._last_sequence, *(order.sequence for order in known)]) + 1
-            order = SaveOrder(save_id=uuid.uuid4().hex[:8], sequence=sequence, step=step)
+        except OSError as error:
+            raise self._cannot_begin(step, error) from error
+        sequence = max([self._last_sequence, *(order.sequence for order in known)]) + 1
+        order = SaveOrder(save_id=uuid.uuid4().hex[:8], sequence=sequence, step=step)
+        self.open(order)
+        return order
+
+    def open(self, order: SaveOrder) -> None:
+        """The directory of a save that was numbered elsewhere; what crashed saves left is removed first.
+
+        Raises:
+            CheckpointError: the store cannot be written.
+        """
+        try:
+            known = self._orders()
             self._store.make_directory(order.directory)
             self._holds[order.save_id] = self._store.hold(order.directory)
-            self._last_sequence = sequence
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot begin a checkpoint of step {step} in {self._store.url}: {error}. Older ones stay."
-            ) from error
-        self._tidy(lambda: self._sweep(order, known))
-        return order
+            raise self._cannot_begin(order.step, error) from error
+        self._last_sequence = max(self._last_sequence, order.sequence)
+        self._tidy(lambda: self._sweep(order, [one for one in known if one != order]))
 
     def take_over(self, order: SaveOrder) -> None:
         """Go on with a save whose committer died.
@@ -139,7 +149,25 @@ class Committer:
         self._tidy(lambda: self._remove(order))
         self._tidy(lambda: self._release(order))
 
+    def let_go(self, order: SaveOrder) -> None:
+        """Leave a save to another committer, who takes it over."""
+        hold = self._holds.pop(order.save_id, None)
+        if hold is not None:
+            hold.release()
+
+    def is_complete(self, order: SaveOrder) -> bool:
+        """Whether a save became a checkpoint. Raises ``CheckpointError`` if the store cannot be read."""
+        try:
+            return self._is_complete(order)
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {self._store.url}/{order.directory}: {error}.") from error
+
     # --- inside -----------------------------------------------------------------------------
+
+    def _cannot_begin(self, step: int, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"Cannot begin a checkpoint of step {step} in {self._store.url}: {error}. Older ones stay."
+        )
 
     def _orders(self) -> tuple[SaveOrder, ...]:
         parsed = (parse_directory(name) for name in self._store.directories())

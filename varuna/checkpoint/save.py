@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from varuna.checkpoint.collect import SectionState
@@ -36,10 +36,19 @@ class Saver:
         store: where.
         worker: unique among the workers of a save; part of file names.
         pin_memory: for state on a GPU.
+        before_write: called before each file, in the thread that writes it.
     """
 
-    def __init__(self, store: Store, worker: str, *, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        worker: str,
+        *,
+        pin_memory: bool = False,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
+        self._before_write = before_write
         self._worker = worker
         self._mine = Snapshot(pin_memory=pin_memory)
         self._kept = Snapshot(pin_memory=pin_memory)
@@ -71,14 +80,15 @@ class Saver:
         self._last = self._thread.submit(self._write, order, self._mine, files, pause_s, "")
         return self._last
 
-    def write_kept(self, order: SaveOrder, names: Collection[str]) -> Future[Answer]:
+    def write_kept(self, order: SaveOrder, names: Collection[str], *, suffix: str = "-kept") -> Future[Answer]:
         """Write what a worker that died owed to this save, from what was kept; the future never raises.
 
         Args:
             order: the save under way.
             names: of ``Share.keep``.
+            suffix: of the files' names; one that was not used before in this save.
         """
-        self._last = self._thread.submit(self._write_kept, order, frozenset(names))
+        self._last = self._thread.submit(self._write_kept, order, frozenset(names), suffix)
         return self._last
 
     def close(self) -> None:
@@ -99,10 +109,13 @@ class Saver:
         paths: list[str] = []
         try:
             snapshot.wait()
+            if files:
+                self._store.make_directory(order.directory)
             parts = []
             for file in files:
                 name = _file_name(file.section_index, self._worker, suffix)
                 paths.append(f"{order.directory}/{name}")
+                self._before_write()
                 parts.append(self._write_file(paths[-1], name, file))
         except Exception as error:  # of whatever kind: the committer must hear of it
             self._remove(paths)
@@ -115,12 +128,12 @@ class Saver:
             write_s=time.monotonic() - started_s,
         )
 
-    def _write_kept(self, order: SaveOrder, names: frozenset[str]) -> Answer:
+    def _write_kept(self, order: SaveOrder, names: frozenset[str], suffix: str) -> Answer:
         if self._kept_save_id != order.save_id:
             reason = f"what was kept for {order.directory} is no longer in memory"
             return PartFailed(save_id=order.save_id, worker=self._worker, reason=reason)
         chosen = [file.only(names) for file in self._kept_files]
-        return self._write(order, self._kept, [file for file in chosen if not file.is_empty], 0.0, "-kept")
+        return self._write(order, self._kept, [file for file in chosen if not file.is_empty], 0.0, suffix)
 
     def _write_file(self, path: str, name: str, file: SnapshotFile) -> PartRecord:
         header = file.layout.header

@@ -133,6 +133,7 @@ class JobState:
         param_groups: options of the optimizer's param groups by parameter name, see ``options``.
         registered: state of each registered object by name, encoded by ``tree``.
         model_names: every name of ``model.state_dict()`` to the stored tensor; tied names share one.
+        train_calls: the script's calls of ``train`` so far, as JSON objects; the last may be under way.
     """
 
     step: int
@@ -145,6 +146,7 @@ class JobState:
     param_groups: Json = None
     registered: Mapping[str, Json] = field(default_factory=dict)
     model_names: Mapping[str, str] = field(default_factory=dict)
+    train_calls: tuple[Json, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

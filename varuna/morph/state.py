@@ -203,7 +203,8 @@ class Manager(Agents):
     def _on_described(self, message: Described, now_s: float) -> None:
         if self.job.phase is Phase.FOUNDING and self.job.description is None:
             self.job.description = message
-            self.job.num_committed = self.job.generation.next_step = message.first_step
+            self.job.generation.next_step = message.first_step
+            self.job.num_committed = max(self.job.num_committed, message.first_step)
             self._found_if_complete(now_s)
 
     def _on_ready(self, worker: WorkerRecord, message: Ready, now_s: float) -> None:
@@ -303,5 +304,7 @@ class Manager(Agents):
             self._found_if_complete(now_s)
         elif job.phase is Phase.FORMING:
             self._open_if_formed(now_s)
+        elif job.phase is Phase.ENDING:  # it has not heard
+            self._send(name, Abort(generation=generation.number, reason=job.reason))
         elif job.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FINISHING):
             self._see_finished(now_s)

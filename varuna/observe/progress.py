@@ -21,6 +21,8 @@ from varuna.clock import Clock, MonotonicClock
 from varuna.events import (
     CaptureFinished,
     CheckFinished,
+    CheckpointFailed,
+    CheckpointSaved,
     Evaluated,
     Event,
     EventBus,
@@ -28,13 +30,14 @@ from varuna.events import (
     Notice,
     PlanChosen,
     ProfileMeasured,
+    Resumed,
     StepFinished,
     TrainFinished,
     TrainStarted,
 )
 from varuna.observe.live import LiveLine
 from varuna.observe.stepline import Tracker
-from varuna.observe.text import human_duration
+from varuna.observe.text import human_bytes, human_duration, human_seconds
 from varuna.plan import render_plan
 from varuna.spec import Plan, SectionSpec
 
@@ -177,6 +180,15 @@ class Narrator:
                 kind = event.error.partition(":")[0]  # whoever reports the error itself says it in full
                 return [f"Stopped after {_plural(event.num_steps, 'step')}, "
                         f"{human_duration(event.duration_s)} ({kind})."]  # fmt: skip
+            case CheckpointSaved():
+                return [f"Checkpoint: step {event.step:,}, {human_bytes(event.size_bytes)} in "
+                        f"{human_seconds(event.write_s)}, training paused {human_seconds(event.pause_s)}: "
+                        f"{event.url}"]  # fmt: skip
+            case CheckpointFailed():
+                return [f"Note: no checkpoint of step {event.step:,} in {event.url}: {event.reason}. Training "
+                        f"goes on; older checkpoints stay."]  # fmt: skip
+            case Resumed():
+                return [f"Goes on from the checkpoint of step {event.step:,}: {event.url}"]
             case Notice():
                 return [f"Note: {event.text}"]
             case _:

@@ -55,6 +55,11 @@ class CallLog:
         made = [call for call in self._calls if call.name == TRAIN]
         return (*made, *self._resumed[len(made) :])
 
+    @property
+    def resumed(self) -> tuple[Call, ...]:
+        """The ``train`` calls that the checkpoint knew of from which this life of the job began."""
+        return tuple(self._resumed)
+
     def begin(self, name: str) -> tuple[Call, bool]:
         """The next call of the script, and whether the others had made it before this newcomer came.
 

@@ -33,7 +33,20 @@ from varuna.run.groups import Groups
 from varuna.run.precision import LossScaler
 
 _TAG_RANGE = 1 << 15
-_NUM_SUMS = 7
+_NUM_SUMS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveMark:
+    """Worker 0's wish that the state after a step be saved.
+
+    Attributes:
+        sequence: number of the save, from 1 on.
+        number: at random, 32 bits: two saves of the same sequence never share files.
+    """
+
+    sequence: int
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,7 @@ class CommitPart:
         squared_norm: of the reduced gradients (with loss scale) this worker is the first holder of; may be nan.
         non_finite_micro_batch: index in the global batch of the first micro-batch with a non-finite loss here.
         pause: this worker was asked to end the generation after this step.
+        save: the state after this step is to be saved; only worker 0 says so.
     """
 
     generation: int
@@ -57,6 +71,7 @@ class CommitPart:
     squared_norm: float = 0.0
     non_finite_micro_batch: int | None = None
     pause: bool = False
+    save: SaveMark | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +92,7 @@ class Committed:
         squared_norm: of the whole gradient, with loss scale; may be nan.
         non_finite_source: the first non-finite loss, if there was one.
         pause: a member asked to end the generation after this step.
+        save: the state after this step is to be saved.
     """
 
     step_index: int
@@ -86,6 +102,7 @@ class Committed:
     squared_norm: float
     non_finite_source: NonFiniteSource | None = None
     pause: bool = False
+    save: SaveMark | None = None
 
 
 def committed_to_text(committed: Committed) -> str:
@@ -96,8 +113,12 @@ def committed_to_text(committed: Committed) -> str:
 def committed_from_text(text: str) -> Committed:
     """The value again."""
     fields = json.loads(text)
-    source = fields.pop("non_finite_source")
-    return Committed(**fields, non_finite_source=None if source is None else NonFiniteSource(**source))
+    source, save = fields.pop("non_finite_source"), fields.pop("save")
+    return Committed(
+        **fields,
+        non_finite_source=None if source is None else NonFiniteSource(**source),
+        save=None if save is None else SaveMark(**save),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +166,14 @@ def pack(part: CommitPart, rank: int, size: int) -> list[float]:
     if part.non_finite_micro_batch is not None:
         slots[rank] = part.non_finite_micro_batch + 1.0
     sums = [part.loss_sum, part.weight, float(part.num_samples), part.squared_norm, tag, tag * tag]
-    return [*sums, float(part.pause), *slots]
+    sequence, number = (0, 0) if part.save is None else (part.save.sequence, part.save.number)
+    return [*sums, float(part.pause), float(sequence), float(number), *slots]
 
 
 def unpack(vector: Sequence[float], part: CommitPart, size: int) -> Committed:
     """The committed numbers; ``ProtocolError`` if the workers' tags were not all equal."""
-    loss_sum, weight, num_samples, squared_norm, tag, tag_squared, num_pausing = vector[:_NUM_SUMS]
+    loss_sum, weight, num_samples, squared_norm, tag, tag_squared, num_pausing = vector[: _NUM_SUMS - 2]
+    sequence, number = (int(value) for value in vector[_NUM_SUMS - 2 : _NUM_SUMS])
     if tag != size * _tag(part) or tag_squared * size != tag * tag:
         raise ProtocolError(
             f"Workers are not at the same step: this one commits step {part.step_index} of generation "
@@ -169,6 +192,7 @@ def unpack(vector: Sequence[float], part: CommitPart, size: int) -> Committed:
         squared_norm=squared_norm,
         non_finite_source=min(seen, key=lambda source: source.micro_batch_index, default=None),
         pause=num_pausing > 0,
+        save=SaveMark(sequence=sequence, number=number) if sequence else None,
     )
 
 

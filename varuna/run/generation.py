@@ -17,7 +17,7 @@ from varuna.plan.spans import COMMIT
 from varuna.run.buffers import BufferSync
 from varuna.run.calls import Calls
 from varuna.run.channel import StageChannels, open_channels
-from varuna.run.commit import CommitPart, Committed, commit
+from varuna.run.commit import CommitPart, Committed, SaveMark, commit
 from varuna.run.connect import ConnectOptions, StageAddress
 from varuna.run.fetch import MapDataset
 from varuna.run.groups import Groups, World
@@ -54,7 +54,9 @@ class Generation:
         reduced_step: a step whose gradients are reduced and whose commit has not returned: another worker may
             know how it ended.
         pause: asked to end after the step under way; every member finds out in that step's commit.
+        save: worker 0's wish that the state after the step under way be saved; likewise.
         forming_times: what its forming took, if it followed another.
+        is_aborted: it was given up.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Generation:
         self.plan = plan
         self.reduced_step: int | None = None
         self.pause = False
+        self.save: SaveMark | None = None
+        self.is_aborted = False
         self.forming_times = FormingTimes()
         self.groups = Groups(world, index, forming_timeout_s=forming_timeout_s)
         self.calls = Calls(world, index)
@@ -131,7 +135,7 @@ class Generation:
         self.reduced_step = step_index
         self.job.at("commit")
         with self.job.spans.span(COMMIT):
-            committed = commit(self.groups, replace(part, pause=self.pause))
+            committed = commit(self.groups, replace(part, pause=self.pause, save=self.save))
         self.job.at("committed")
         self.keep_step()
         return committed
@@ -176,6 +180,7 @@ class Generation:
 
     def abort(self, reason: str) -> None:
         """The disorderly end: neighbours hear of it at once, and no wait here lasts; from any thread."""
+        self.is_aborted = True
         self.calls.abort(reason)
         self._hang_up()
         if self._channels is not None:

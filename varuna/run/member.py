@@ -18,10 +18,10 @@ from typing import Protocol, TypeVar
 
 from varuna.errors import PeerLost
 from varuna.generations import Formation, HaltReport, StepReport, Verdict
-from varuna.run.commit import Committed, committed_from_text, committed_to_text
+from varuna.run.commit import Committed, SaveMark, committed_from_text, committed_to_text
 from varuna.run.generation import Generation
 from varuna.run.meeting import Meeting, StoreOffer, store_as_peer
-from varuna.run.reform import Worker, form, next_generation
+from varuna.run.reform import Carried, Told, Worker, form, next_generation
 
 _T = TypeVar("_T")
 
@@ -50,6 +50,12 @@ class Control(Protocol):
     def step_done(self, report: StepReport) -> None:
         """A step's update has been made here."""
 
+    def finished(self, report: HaltReport) -> Verdict | None:
+        """This worker's script is over: wait until those of all are.
+
+        None then; a verdict if the generation has ended before that: take part in the next, and come again.
+        """
+
 
 class Member:
     """One worker's place in the job.
@@ -58,8 +64,8 @@ class Member:
         worker: model, parameters, sections.
         generation: the one at work; None for a newcomer, which must ``join``.
         control: who decides; None if nobody does: then a lost worker ends the job.
-        tell_state: the job's state (step count, schedulers) as bytes, for members that join.
-        take_state: the opposite.
+        carried: what goes along from one generation to the next besides sections.
+        wish: asked on worker 0 before a step: whether the state after it is to be saved.
     """
 
     def __init__(
@@ -68,24 +74,33 @@ class Member:
         generation: Generation | None,
         control: Control | None,
         *,
-        tell_state: Callable[[], bytes],
-        take_state: Callable[[bytes], None],
+        carried: Carried,
+        wish: Callable[[int], SaveMark | None] = lambda _: None,
     ) -> None:
         self._worker = worker
         self._generation = generation
         self._control = control
-        self._tell_state = tell_state
-        self._take_state = take_state
+        self._carried = carried
+        self._wish = wish
+        self._went_back = False
         self._committed: Committed | None = None
         self._started_s = 0.0  # when the step under way began
         self._formation: Formation | None = None
         self._offer: StoreOffer | None = None
         self._num_applied = 0
+        self._num_calls: int | None = None if generation is None else 0
+        self._last_call: Callable[[Generation], object] | None = None  # since the last step
+        self._was_first = self.rank == 0
 
     @property
     def rank(self) -> int:
         """This worker among the members of the generation at work."""
         return self._worker.world.rank
+
+    @property
+    def worker(self) -> Worker:
+        """What outlives its generations."""
+        return self._worker
 
     @property
     def generation(self) -> Generation:
@@ -105,18 +120,25 @@ class Member:
         self._worker.job.at("join")
         self._form(self._control.ready(self._worker.partitions.reference.digest, self._offer_store()))
 
-    def run_step(self, step_index: int, gradient_scale: float) -> Committed:
-        """The outcome of a step, in however many generations it takes; ``update_done`` must follow.
+    def run_step(self, step_index: int, gradient_scale: float) -> Committed | None:
+        """The outcome of a step, in however many generations it takes.
+
+        ``update_done`` must follow, and before the next step or call ``go_on``.
+
+        None if the whole job went back to a checkpoint: another step comes next.
 
         Raises:
             PeerLost: a worker is gone and nobody decides how to go on.
         """
         self._started_s = time.monotonic()
-        while True:
+        self._went_back = False
+        while not self._went_back:
             self._num_applied = step_index
+            self.generation.save = self._wish(step_index) if self.rank == 0 else None
             try:
                 with store_as_peer():
                     self._committed = self.generation.run_step(step_index, gradient_scale)
+                self._last_call = None  # whoever had not come to its end could not have taken part
                 return self._committed
             except PeerLost as error:
                 verdict = self._halt(error)
@@ -128,29 +150,69 @@ class Member:
                 return committed
             self.generation.undo_step()
             self._form(verdict.formation)
+        return None
 
     def update_done(self) -> None:
-        """The update of the last step has been made: end the generation if that step was its last."""
+        """The update of the last step has been made."""
         committed = self._committed
         assert committed is not None, "no step was run"
         self._num_applied = committed.step_index + 1
         if self._control is not None:
             self._control.step_done(self._step_report(committed))
+        self._was_first = self.rank == 0
+
+    def go_on(self) -> None:
+        """All that belongs to the last step is done: end the generation if that step was its last."""
+        committed = self._committed
+        assert committed is not None, "no step was run"
         formation, self._formation = self._formation, None
         if formation is None and committed.pause and self._control is not None:
             self.generation.close()
             formation = self._control.halted(self._report("asked to pause")).formation
         if formation is not None:
             self._form(formation)
+        self._was_first = self.rank == 0
 
     def together(self, call: Callable[[Generation], _T]) -> _T:
-        """What all members do together and no step depends on: begun again in the next generation if broken."""
+        """What all members do together and no step depends on: begun again in the next generation if broken.
+
+        So it may run here once more, for members that did not come to its end, when it is over here already.
+        """
         while True:
             try:
                 with store_as_peer():
-                    return call(self.generation)
+                    result = call(self.generation)
+                break
             except PeerLost as error:
                 verdict = self._halt(error)
+            self._form(verdict.formation)
+        assert self._num_calls is not None, "a newcomer that has not joined"
+        self._num_calls += 1
+        self._last_call = call
+        self._was_first = self.rank == 0
+        return result
+
+    def finish(self, settle: Callable[[], None]) -> None:
+        """This worker's script is over: stay until those of all members are, and help those that are not.
+
+        A member that is lost in the last step may be the last holder of a section but for this one.
+
+        Args:
+            settle: called before this worker says so, in every generation: returns when what it began is done,
+                or the generation has been given up.
+
+        Raises:
+            WantedEnd: it was fenced meanwhile.
+        """
+        if self._control is None:
+            return
+        while True:
+            settle()
+            report = replace(self._report("its script is over"), is_finished=True, was_first=self._was_first)
+            verdict = self._control.finished(report)
+            if verdict is None:
+                return
+            self.generation.abort("a member is gone")
             self._form(verdict.formation)
 
     # --- from one generation to the next ----------------------------------------------------
@@ -172,6 +234,7 @@ class Member:
             held_sections=tuple(sorted(self._worker.held_sections)),
             reason=reason,
             store_address=self._offer_store(),
+            num_calls=self._num_calls or 0,
         )
 
     def _step_report(self, committed: Committed) -> StepReport:
@@ -193,18 +256,53 @@ class Member:
         """Open the next generation; if a member is lost meanwhile, the one after it, and so on."""
         assert self._control is not None
         while True:
+            if formation.checkpoint:
+                self._go_back(formation)
             try:
                 with store_as_peer():
                     generation = self._meet(formation)
-                    job_state = form(self._worker, generation, formation, self._tell_state)
+                    told = form(self._worker, generation, formation, self._carried, self._num_calls)
                 break
             except PeerLost as error:
                 report = replace(self._report(str(error)), generation=formation.generation)
             formation = self._control.halted(report).formation
-        if self._generation is None:
-            self._take_state(job_state)
+        if self._generation is None and told.job_state:
+            self._carried.take(told.job_state)
+        elif self._generation is None:
+            self._carried.start_over()
+        if formation.checkpoint:
+            self._num_calls, self._last_call = told.most_calls, None
+        elif self._num_calls is None:  # the call under way is the first one here
+            self._num_calls = told.least_calls
         self._generation = generation
         self._control.formed(generation)
+        if not formation.checkpoint:
+            self._help(told)
+
+    def _go_back(self, formation: Formation) -> None:
+        """Nobody has all of the newest state: what is held here is void, and so is what has been done since."""
+        self._worker.held_sections.clear()
+        self._worker.holding.keep_only(())
+        self._committed, self._num_applied, self._went_back = None, formation.next_step, True
+        self._carried.go_back(formation.checkpoint, self._worker)
+
+    def _help(self, told: Told) -> None:
+        """Do a call again that is over here and was broken on another member."""
+        assert self._num_calls is not None
+        if self._num_calls == told.least_calls:
+            return
+        assert self._num_calls == told.least_calls + 1, "nobody gets two calls ahead: each waits for all"
+        assert self._last_call is not None, (
+            "a step has been committed since, without a member that was not there"
+        )
+        try:
+            with store_as_peer():
+                self._last_call(self.generation)
+        except PeerLost as error:
+            verdict = self._halt(error)
+        else:
+            return
+        self._form(verdict.formation)
 
     def _meet(self, formation: Formation) -> Generation:
         """The next generation, connected to its store; nothing else of it is there yet."""

@@ -6,9 +6,10 @@ Called by every member of the new generation at the same time, survivors and new
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -48,6 +49,45 @@ class Worker:
     held_sections: set[int] = field(default_factory=set)
 
 
+class Carried(Protocol):
+    """What a member carries from generation to generation besides its sections."""
+
+    def tell(self) -> bytes:
+        """Where the job stands, for newcomers."""
+
+    def take(self, data: bytes) -> None:
+        """Stand there; this member is a newcomer."""
+
+    def greet(self) -> dict[str, Any]:
+        """What this member says to all others when they meet; JSON."""
+
+    def greeted(self, greetings: Sequence[Mapping[str, Any]], generation: Generation) -> None:
+        """What all members said, in the order of their ranks."""
+
+    def go_back(self, address: str, worker: Worker) -> None:
+        """Stand where the checkpoint at this address was written."""
+
+    def restore(self, worker: Worker, section_indices: Iterable[int]) -> None:
+        """Hold these sections as that checkpoint has them."""
+
+    def start_over(self) -> None:
+        """All members are newcomers: the script begins anew, from that checkpoint on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the members of a generation have told one another.
+
+    Attributes:
+        job_state: for a newcomer: as the member that others follow has it; empty if all are newcomers.
+        least_calls, most_calls: how many of the calls that no step depends on are over on the members.
+    """
+
+    job_state: bytes
+    least_calls: int
+    most_calls: int
+
+
 def next_generation(
     worker: Worker, formation: Formation, store: Store, hang_up: Callable[[], None]
 ) -> Generation:
@@ -73,15 +113,20 @@ def next_generation(
 
 
 def form(
-    worker: Worker, generation: Generation, formation: Formation, tell_state: Callable[[], bytes]
-) -> bytes:
-    """Open a generation: meet, connect, hand sections over; the job's state as ``state_rank`` told it.
+    worker: Worker,
+    generation: Generation,
+    formation: Formation,
+    carried: Carried,
+    num_calls: int | None,
+) -> Told:
+    """Open a generation: meet, connect, hand sections over.
 
     Args:
         worker: this worker; the generation before, if it had one, is closed and its step undone or kept.
         generation: from ``next_generation``; another thread may ``abort`` it meanwhile.
         formation: what it is like.
-        tell_state: the job's state as bytes; called on the member that others follow.
+        carried: what goes along.
+        num_calls: how many calls that no step depends on are over here; None for a newcomer.
 
     Raises:
         PeerLost: a member is gone: this generation is over before it began, and is closed.
@@ -91,10 +136,11 @@ def form(
         worker.job.at("form")
         generation.calls.meet("the start of its generation")
         everyone = generation.groups.all
-        told = tell_state() if formation.rank == formation.state_rank else b""
-        job_state = everyone.all_gather_bytes(told)[formation.state_rank]
+        greetings = everyone.all_gather_json({"calls": num_calls, **carried.greet()})
+        job_state = _hand_state(everyone, formation, greetings, carried)
+        carried.greeted(greetings, generation)
         times_s.append(time.monotonic())
-        _move(worker, formation, everyone)
+        _move(worker, formation, everyone, carried)
         times_s.append(time.monotonic())
         generation.parameters = worker.holding.held
         generation.open(formation.next_step)
@@ -104,10 +150,27 @@ def form(
         raise
     meet_s, transfer_s, open_s = (later - earlier for earlier, later in pairwise(times_s))
     generation.forming_times = FormingTimes(meet_s=meet_s, transfer_s=transfer_s, open_s=open_s)
-    return job_state
+    counts = [one["calls"] for one in greetings if one["calls"] is not None]
+    return Told(job_state=job_state, least_calls=min(counts, default=0), most_calls=max(counts, default=0))
 
 
-def _move(worker: Worker, formation: Formation, everyone: Group) -> None:
+def _hand_state(
+    everyone: Group, formation: Formation, greetings: Sequence[Mapping[str, Any]], carried: Carried
+) -> bytes:
+    """The job's state, from the member that others follow to newcomers; nothing if that is one itself."""
+    newcomers = [rank for rank, greeting in enumerate(greetings) if greeting["calls"] is None]
+    if formation.state_rank in newcomers:
+        return b""
+    if formation.rank in newcomers:
+        return everyone.receive_bytes(formation.state_rank)
+    if formation.rank == formation.state_rank and newcomers:
+        job_state = carried.tell()
+        for rank in newcomers:
+            everyone.send_bytes(job_state, rank)
+    return b""
+
+
+def _move(worker: Worker, formation: Formation, everyone: Group, carried: Carried) -> None:
     """Sections to their new holders; afterwards exactly those of the new stage are here.
 
     Nothing is given up before all members have what they need: if one is lost meanwhile, another's old copy may
@@ -115,6 +178,8 @@ def _move(worker: Worker, formation: Formation, everyone: Group) -> None:
     """
     stage = formation.plan.stage_of(formation.rank)
     wanted = set() if stage is None else set(range(stage.first_section, stage.end_section))
+    if formation.checkpoint:
+        carried.restore(worker, sorted(wanted))
     states = SectionStates(worker.model, worker.holding, worker.partitions, worker.world.device)
     hand_over(
         everyone,

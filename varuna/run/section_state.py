@@ -137,12 +137,13 @@ class SectionStates:
             elif entry.kind == "state":
                 states.setdefault(entry.name, {})[entry.key] = tensor
             else:
-                self._set_buffer(entry.name, tensor)
+                self.set_buffer(entry.name, tensor)
         for scalar in header.scalars:
             states[scalar.name][scalar.key] = scalar.value
         self._holding.hold(values, states)
 
-    def _set_buffer(self, name: str, value: Tensor) -> None:
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Give a buffer this value; its canonical name is one of the model's."""
         buffer = self._buffers[name]
         if buffer.device == value.device:
             with torch.no_grad():

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.config import LayoutConfig, ProfileConfig, WorldConfig
 from varuna.errors import CheckFailed
@@ -20,6 +22,7 @@ from varuna.events import CaptureFinished, CheckFinished, Event, Notice, PlanCho
 from varuna.partition import InputSignature, Partition, Section, flatten_batch, signature_of
 from varuna.partition.check import check_split, why_not_checked
 from varuna.partition.materialise import materialise, return_memory
+from varuna.plan import PlanChoice
 from varuna.run.data import probe_first_batch
 from varuna.run.generation import Generation
 from varuna.run.groups import World
@@ -52,7 +55,9 @@ class StartRequest:
 
     Attributes:
         model, optimizer: the user's.
+        lr_scheduler, clip_grad_norm: what happens at an update.
         config: this worker among all.
+        device: where it computes.
         layout: what the user fixed of the plan.
         precision: number format.
         check: whether to compare a split step with an unsplit one.
@@ -62,11 +67,16 @@ class StartRequest:
         options: how the model is captured and cut.
         profile: whether and what to measure before planning.
         traced_steps: which steps are recorded for a trace file.
+        begin: called when sections are where the plan wants them: may give them other values, from a
+            checkpoint; returns the first step.
     """
 
     model: nn.Module
     optimizer: Optimizer
+    lr_scheduler: LRScheduler | None = None
+    clip_grad_norm: float | None = None
     config: WorldConfig
+    device: torch.device
     layout: LayoutConfig
     precision: Precision
     check: bool
@@ -76,13 +86,15 @@ class StartRequest:
     initial: InitialValues | None = None
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     traced_steps: range = range(0)
+    begin: Callable[[Worker], int] = lambda _: 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedJob:
-    """The first generation, open, and what outlives it on this worker."""
+    """The first generation, open, why it looks so, and what outlives it on this worker."""
 
     generation: Generation
+    choice: PlanChoice
     worker: Worker
 
 
@@ -114,10 +126,6 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJ
     _verify(request, world, partitions.reference, shapes.example, publish)
     holding = ParameterHolding(request.model, request.optimizer)
     _place(request, world, holding, partitions, plan)
-    generation = Generation(
-        index=0, world=world, plan=plan, job=request.job, partitions=partitions, parameters=holding.held
-    )
-    generation.open(first_step=0)
     stage = plan.stage_of(world.rank)
     worker = Worker(
         model=request.model,
@@ -127,8 +135,13 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJ
         world=world,
         held_sections=set() if stage is None else set(range(stage.first_section, stage.end_section)),
     )
+    first_step = request.begin(worker)
+    generation = Generation(
+        index=0, world=world, plan=plan, job=request.job, partitions=partitions, parameters=holding.held
+    )
+    generation.open(first_step)
     _refine(request, world, planned, lambda: worker.world is world)
-    return StartedJob(generation=generation, worker=worker)
+    return StartedJob(generation=generation, choice=planned.choice, worker=worker)
 
 
 def start_newcomer(request: StartRequest, world: World, publish: Publish) -> Worker:

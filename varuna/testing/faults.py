@@ -12,7 +12,8 @@ Points (``varuna.run.job.POINTS``), in the order of a step: ``step`` a step begi
 micro-batch begins, ``final backward`` the last backward begins, ``reduce`` gradients are all there and not yet
 summed, ``commit`` they are, ``committed`` the commit has returned and no weight has changed; and ``start`` a
 worker's job starts, ``join`` a newcomer is ready, ``form`` a generation is being formed, ``transfer`` a section
-is about to change hands, ``save`` part of a checkpoint is about to be written.
+is about to change hands, ``gather`` all have come to gather the whole state, ``save`` part of a checkpoint is
+about to be written, ``manifest`` all of its parts are there. These two come in a thread while training goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +47,9 @@ Point = Literal[
     "committed",
     "form",
     "transfer",
+    "gather",
     "save",
+    "manifest",
 ]
 What = Literal["kill", "freeze", "cut", "delay", "hold", "raise"]
 _POLL_S = 0.005
@@ -188,21 +192,26 @@ class Injector:
         self._version = (0, 0)
         self._faults: list[tuple[int, Fault]] = []
         self._seen: dict[str, int] = {}
+        self._lock = threading.Lock()
         self._read()
 
     def at(self, point: str) -> None:
-        """This worker has come to a point."""
-        self._read()
-        if point == "step":
-            self._seen.clear()
-        self._seen[point] = self._seen.get(point, 0) + 1
+        """This worker has come to a point; from any thread."""
         step = self._step_index()
-        for index, fault in tuple(self._faults):
-            is_here = fault.point == point and fault.step in (None, step) and fault.count == self._seen[point]
-            if is_here:
-                self._faults.remove((index, fault))
-                if self._claim(index, fault, step):
-                    self._happen(fault)
+        with self._lock:
+            self._read()
+            if point == "step":
+                self._seen.clear()
+            self._seen[point] = count = self._seen.get(point, 0) + 1
+            due = [
+                (index, fault)
+                for index, fault in self._faults
+                if fault.point == point and fault.step in (None, step) and fault.count == count
+            ]
+            self._faults = [pair for pair in self._faults if pair not in due]
+        for index, fault in due:
+            if self._claim(index, fault, step):
+                self._happen(fault)
 
     def _read(self) -> None:
         path = self._directory / "faults.json"
