@@ -70,12 +70,12 @@ class Launcher(ABC):
         self._places: dict[int, WorkerPlace] = {}  # of living workers
         self._fenced: set[int] = set()  # workers that the manager had killed
         self._output = Output(job.log_dir, "all" if job.show_all else "first")
-        self._notices, self._notices_writer = os.pipe()
-        self._ending, self._ending_writer = os.pipe()
-        os.set_blocking(self._notices, False)
-        self._partial_notice = b""
         self.selector = selectors.DefaultSelector()
         self.zygote = ZygoteProcess(environ, job.num_workers)
+        self._notices, self._notices_writer = os.pipe()
+        self._ending, self._ending_writer = os.pipe()  # this end is the launcher's alone
+        os.set_blocking(self._notices, False)
+        self._partial_notice = b""
 
     # --- what differs between launchers -----------------------------------------------------
 

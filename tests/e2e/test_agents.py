@@ -1,0 +1,227 @@
+"""A job of several machines, each an agent of its own, that come and go as machines do.
+
+Real commands on loopback; what they train is what an undisturbed run trains.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.jobs import Warm
+from tests.e2e.machines import Cluster
+from tests.e2e.morphing import NUM_STEPS
+from tests.e2e.namespace import INSIDE, OUTSIDE, Namespace, namespace
+from tests.launch.jobs import wait_until
+
+Machines = Callable[..., Cluster]
+
+
+@pytest.fixture
+def machines(jobs: Warm, tmp_path: Path, cache: Path) -> Iterator[Machines]:
+    """Starts the test's manager; nothing of the job may be left."""
+    made: list[Cluster] = []
+    (cache / "captures").mkdir(exist_ok=True)
+
+    def start(**options: object) -> Cluster:
+        made.append(Cluster(jobs, tmp_path, captures=cache / "captures", **options))  # type: ignore[arg-type]
+        return made[0]
+
+    yield start
+    for cluster in made:
+        cluster.abandon()
+
+
+def test_two_machines_found_a_job_and_no_secret_is_seen(machines: Machines, tmp_path: Path) -> None:
+    cluster = machines(limit=10)
+    cluster.start_agent("a")
+    cluster.start_agent("b")
+    cluster.steps_done(5)
+    members = cluster.members()
+    assert sorted(members.values()) == ["a", "a", "b", "b"]
+    ranks = [one.machine for one in cluster.status().workers if one.status == "member"]
+    assert ranks in (["a", "a", "b", "b"], ["b", "b", "a", "a"])  # those of a machine in a row
+    token = (cluster.state / "token").read_text().strip()
+    for arguments in ("axww", "axeww"):  # "e" shows what a process was started with in its environment
+        shown = subprocess.run(["ps", arguments], capture_output=True, text=True, check=True).stdout
+        assert "varuna" in shown
+        assert token not in shown
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a", "b")
+    cluster.is_exact()
+    with_token = {path for path in tmp_path.rglob("*") if path.is_file() and token in _text(path)}
+    assert with_token == {cluster.state / "token"}
+    assert stat.S_IMODE((cluster.state / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((cluster.state / "journal.sqlite").stat().st_mode) == 0o600
+    assert stat.S_IMODE(cluster.state.stat().st_mode) == 0o700
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode("latin-1")
+
+
+def test_an_agent_is_killed_and_another_comes(machines: Machines) -> None:
+    """Killed without a word: its workers end with it, and the others go on without waiting for a heartbeat."""
+    cluster = machines(limit=8)
+    cluster.start_agent("a")
+    cluster.start_agent("b")
+    cluster.steps_done(5)
+    gone = cluster.processes("b")
+    assert len(gone) == 4  # agent, zygote, two workers
+    cluster.signal("b", signal.SIGKILL)
+    wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "its processes end")
+    assert cluster.join("b") == -signal.SIGKILL
+    cluster.limit(20)
+    cluster.steps_done(18)
+    assert set(cluster.members().values()) == {"a"}
+    cluster.start_agent("c")
+    cluster.event("ready", "c.")
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a", "c")
+    assert any(cluster.directory.glob("steps-c.*.jsonl"))
+    cluster.is_exact()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_machine_leaves_when_it_is_told_to(machines: Machines) -> None:
+    """SIGTERM is a notice: what its workers hold is handed over, nobody is lost, and the agent ends at once."""
+    cluster = machines(limit=8)
+    cluster.start_agent("a", 1)
+    cluster.start_agent("b", 3, "--grace", "20")
+    cluster.steps_done(5)
+    cluster.signal("b", signal.SIGTERM)
+    cluster.event("notice", "is asked to leave within 20 s (SIGTERM)")
+    cluster.limit(NUM_STEPS)
+    assert cluster.join("b") == 128 + signal.SIGTERM
+    told = cluster.told("b")
+    assert "varuna: SIGTERM: the workers of this machine leave the job, within 20 s" in told
+    assert "SIGKILL" not in told
+    cluster.ends_well("a")
+    cluster.is_exact()
+
+
+def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
+    """Training goes on, agents and workers find it again, and it knows what it knew."""
+    cluster = machines(limit=8)
+    cluster.start_agent("a")
+    cluster.start_agent("b")
+    cluster.steps_done(5)
+    members, url = cluster.members(), cluster.url
+    gone = cluster.processes("manager")
+    cluster.signal("manager", signal.SIGKILL)
+    assert cluster.join("manager") == -signal.SIGKILL
+    wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "all of it is gone")
+    cluster.limit(20)
+    steps = list(cluster.directory.glob("steps-*.jsonl"))
+    wait_until(lambda: all(len(path.read_text().splitlines()) == 20 for path in steps), 20, "training goes on")
+    cluster.start_manager()
+    assert cluster.url == url
+    wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 20, "all are back")
+    assert cluster.members() == members
+    cluster.client.preempt("b")
+    cluster.event("notice", "is asked to leave (user)")
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a", "b")
+    cluster.is_exact()
+
+
+def test_a_machine_is_lost_while_the_job_is_founded(machines: Machines) -> None:
+    """Nothing was trained yet: with the machine that comes in its place, all begins anew."""
+    cluster = machines(limit=NUM_STEPS)
+    hold = cluster.directory / "hold"
+    hold.touch()
+    cluster.start_agent("a")
+    cluster.start_agent("b")
+    began = cluster.directory.glob
+    wait_until(lambda: len(list(began("began-*"))) == 4, 30, "the founders run")
+    cluster.signal("b", signal.SIGKILL)
+    cluster.join("b")
+    cluster.event("founding", "founding begins anew")
+    cluster.start_agent("c")
+    hold.unlink()
+    cluster.ends_well("a", "c")
+    cluster.is_exact()
+
+
+def test_a_worker_gets_sigterm_from_a_stranger(machines: Machines) -> None:
+    """As a batch system sends it to every process: the worker leaves in good order."""
+    cluster = machines(limit=8, min_workers=3)
+    cluster.start_agent("a", 3)
+    cluster.steps_done(5)
+    name = next(one for one in cluster.members() if one.startswith("a.2."))
+    pid = int((cluster.directory / f"began-{name}").read_text())
+    os.kill(pid, signal.SIGTERM)
+    cluster.event("notice", f"{name} is asked to leave within 30 s (SIGTERM)")
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a")
+    assert "SIGTERM" not in cluster.told("a")
+    cluster.is_exact()
+
+
+def test_agents_that_cannot_take_part(machines: Machines, tmp_path: Path) -> None:
+    cluster = machines(min_workers=1)
+    assert cluster.url
+    wrong = tmp_path / "wrong"
+    wrong.write_text("x" * 40)
+    wrong.chmod(0o600)
+    cluster.start_agent("a", 1, "--token-file", str(wrong))
+    assert cluster.join("a") == 1
+    assert "refuses this machine: the job's token is missing or wrong" in cluster.told("a")
+    wrong.chmod(0o644)
+    cluster.start_agent("b", 1, "--token-file", str(wrong))
+    assert cluster.join("b") == 2
+    assert "can be read by others" in cluster.told("b")
+    cluster.start_agent("c", 1, script="ends.py", arguments=("exit",))
+    assert cluster.join("c") == 3
+    assert cluster.join("manager") == 3
+    assert "varuna: the job has failed: c.0." in cluster.told("manager")
+
+
+# --- real networks --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def apart() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_machines_with_addresses_of_their_own(machines: Machines, apart: Namespace) -> None:
+    """One behind a cable, which leaves; one is added there."""
+    cluster = machines(limit=8, address=OUTSIDE)
+    cluster.start_agent("a")
+    cluster.start_agent("b", namespace=apart.name)
+    cluster.steps_done(5)
+    assert cluster.url.startswith(f"http://{OUTSIDE}:")
+    peers = {
+        (one.laddr.ip, one.raddr.ip)
+        for process in cluster.processes("b")
+        for one in process.net_connections()
+        if one.raddr
+    }
+    assert (INSIDE, OUTSIDE) in peers
+    assert all(pair[0] == INSIDE or pair[0] == pair[1] for pair in peers)
+    cluster.signal("b", signal.SIGTERM)
+    cluster.event("notice", "(SIGTERM)")
+    cluster.limit(20)
+    assert cluster.join("b") == 128 + signal.SIGTERM
+    cluster.start_agent("c", namespace=apart.name)
+    cluster.event("ready", "c.")
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a", "c")
+    cluster.is_exact()

@@ -1,0 +1,162 @@
+"""`varuna run --hosts`: real OpenSSH to machines of their own, whose list is edited while the job runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.jobs import REPOSITORY, SCRIPTS, Warm
+from tests.e2e.machines import Cluster
+from tests.e2e.morphing import NUM_STEPS
+from tests.e2e.sshd import HERE, SSHD, Machines, machines
+from tests.launch.jobs import wait_until
+
+ODD = "two words, 'single', \"double\", $HOME `id` \\n\nand a second line; é"
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(SSHD is None, reason="needs sshd (apt-get install openssh-server)"),
+]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with machines(tmp_path_factory.mktemp("sshd"), "alpha", "beta") as made:
+        yield made
+
+
+class Hosts(Cluster):
+    """A job whose agents are started by `varuna run --hosts`."""
+
+    def __init__(
+        self, warm: Warm, directory: Path, there: Machines, captures: Path, lines: Sequence[str]
+    ) -> None:
+        self.there = there
+        self.odd = ODD
+        self.write(directory, lines)
+        super().__init__(warm, directory, captures=captures, limit=8)
+        self.state = directory / "logs"
+
+    def write(self, directory: Path, lines: Sequence[str]) -> None:
+        """A new version of the file."""
+        (directory / "hosts.part").write_text("# machines\n" + "".join(f"{line}\n" for line in lines))
+        (directory / "hosts.part").rename(directory / "hosts.txt")
+
+    def edit(self, *lines: str) -> None:
+        """As a person does."""
+        self.write(self.directory, lines)
+
+    def start_manager(self) -> None:
+        """The one command that there is."""
+
+    def run(self, *arguments: str, odd: str = ODD) -> None:
+        """Start it."""
+        cache = self.directory / "cache"
+        flags = ["--hosts", "hosts.txt", "--address", HERE, "--stages", "2", "--micro-batch-size", "2"]
+        flags += ["--log-dir", "logs", "--env", "ODD", "--env", f"VARUNA_CACHE_DIR={cache}"]
+        environ = {
+            "VARUNA_SSH": self.there.ssh,
+            "VARUNA_SETTLE_S": "0.5",
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "ODD": odd,
+        }
+        self._start("manager", ["run", *flags, str(SCRIPTS / "hosts.py"), str(NUM_STEPS), *arguments], environ)
+
+    def processes_at(self, name: str) -> list[psutil.Process]:
+        """All that runs on a machine, but for its sshd."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.there.namespaces[name]], capture_output=True, text=True, check=True
+        )
+        found = []
+        for pid in map(int, listed.stdout.split()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if not process.name().startswith("sshd") and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def is_empty(self) -> bool:
+        """Nothing is left on any machine."""
+        return not any(self.processes_at(name) for name in self.there.namespaces)
+
+
+Start = Callable[..., Hosts]
+
+
+@pytest.fixture
+def start(jobs: Warm, tmp_path: Path, cache: Path, there: Machines) -> Iterator[Start]:
+    """Starts the test's job on machines of a file."""
+    (cache / "captures").mkdir(exist_ok=True)
+    made: list[Hosts] = []
+
+    def start(*lines: str, arguments: Sequence[str] = (), odd: str = ODD) -> Hosts:
+        made.append(Hosts(jobs, tmp_path, there, cache / "captures", lines))
+        made[0].run(*arguments, odd=odd)
+        return made[0]
+
+    yield start
+    for hosts in made:
+        hosts.abandon()
+        for name in there.namespaces:
+            for process in hosts.processes_at(name):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def test_the_file_is_edited_while_the_job_runs(start: Start, tmp_path: Path) -> None:
+    """Found on two machines; one crashes and comes back; one is taken out of the file."""
+    hosts = start("alpha workers=2", "root@beta workers=2", arguments=("an argument", "'quoted'"))
+    wait_until(lambda: hosts.status().num_committed >= 5, 90, "the job trains")
+    assert sorted(hosts.members().values()) == ["alpha", "alpha", "beta", "beta"]
+    for process in hosts.processes_at("beta"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    hosts.limit(20)
+    hosts.steps_done(18)
+    assert set(hosts.members().values()) == {"alpha"}
+    wait_until(
+        lambda: any("beta" in event.text for event in hosts.client.events() if event.kind == "ready"), 90
+    )
+    hosts.edit("root@beta workers=2")
+    hosts.event("notice", "alpha.")
+    hosts.limit(30)
+    wait_until(lambda: set(hosts.members().values()) == {"beta"}, 30, "alpha has left, beta works")
+    wait_until(lambda: not hosts.processes_at("alpha"), 15, "nothing is left at alpha")
+    hosts.limit(NUM_STEPS)
+    assert hosts.join("manager") == 0, hosts.told("manager")
+    assert hosts._warm.left() == []
+    assert hosts.is_empty()
+    hosts.is_exact()
+    told = hosts.told("manager")
+    assert "varuna: beta cannot be reached" in told or "varuna: beta ended with exit code" in told
+    assert "alpha is not in hosts.txt any more and leaves the job" in told
+    assert "[beta] varuna: beta is in run job-" in told
+    odd = [path.read_text() for path in tmp_path.glob("odd-*")]
+    assert len(odd) == 6
+    assert set(odd) == {f"{ODD}an argument|'quoted'"}
+
+
+def test_an_exit_code_comes_back_and_nothing_is_left(start: Start) -> None:
+    hosts = start("alpha workers=1", odd="exit")
+    assert hosts.join("manager") == 7, hosts.told("manager")
+    assert "the job has failed" in hosts.told("manager")
+    assert hosts.is_empty()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_command(start: Start, signum: signal.Signals) -> None:
+    hosts = start("alpha workers=2")
+    wait_until(lambda: hosts.status().num_committed >= 5, 60, "the job trains")
+    hosts.signal("manager", signum)
+    code = hosts.join("manager")
+    assert code == (130 if signum == signal.SIGINT else -signal.SIGKILL)
+    wait_until(hosts.is_empty, 20, "nothing is left at alpha")

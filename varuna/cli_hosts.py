@@ -1,0 +1,205 @@
+"""``varuna run --hosts FILE``: what its flags mean. Starts without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from varuna.config import MorphConfig
+from varuna.errors import ConfigError
+
+_FORWARDED = ("VARUNA_", "NCCL_", "GLOO_", "OMP_", "PYTHON", "TORCH_", "CUDA_", "HF_")
+_NOT_FORWARDED = (
+    "VARUNA_TOKEN",
+    "VARUNA_SSH",
+    "VARUNA_CACHE_DIR",
+    "VARUNA_ADDRESS",
+    "PYTHONHOME",
+    "CUDA_VISIBLE_DEVICES",
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ANY_PORT = 9  # nothing is sent
+
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+
+def hosts_options(command: _Command) -> _Command:
+    """The flags of `varuna run` about other machines."""
+    for option in (
+        click.option(
+            "--env-file",
+            "env_files",
+            multiple=True,
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="With --hosts: variables for the machines, NAME=VALUE lines.",
+        ),
+        click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="With --hosts: one variable."),
+        click.option(
+            "--address",
+            default="",
+            help="With --hosts: of this machine, as the others reach it. Default: found.",
+        ),
+        click.option(
+            "--hosts",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="File of machines to run on over ssh, one a line; edit it while the job runs. VARUNA_SSH is "
+            "the command, if not ssh.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsFlags:
+    """What `varuna run` was given besides the script.
+
+    Attributes:
+        hosts: the file.
+        address: of this machine, as the others reach it; empty to find out.
+        env: ``NAME=VALUE``, or ``NAME`` for the value that it has here.
+        env_files: files of such lines.
+        environ: what other flags of `varuna run` mean to workers.
+        workers: a machine; None leaves it to the file, or the machine.
+        log_dir: gets logs and what the manager knows.
+        replaces: a new worker for each one that is lost.
+        agent: flags of ``varuna agent``, the script and its arguments.
+    """
+
+    hosts: Path
+    address: str
+    env: Sequence[str]
+    env_files: Sequence[Path]
+    environ: Mapping[str, str]
+    workers: int | None
+    log_dir: Path
+    replaces: bool | None
+    agent: Sequence[str]
+
+
+def run_on_hosts(flags: HostsFlags, environ: Mapping[str, str]) -> int:
+    """Run it; returns the exit code."""
+    from varuna.launch.fleet import FleetJob, run_fleet
+    from varuna.launch.host import ManagerSettings
+    from varuna.launch.hosts import read_hosts
+    from varuna.launch.orders import Header
+    from varuna.launch.remote import RemoteCommand, default_ssh
+    from varuna.morph.notices_signal import duration_from_env
+
+    try:
+        text = flags.hosts.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{flags.hosts} cannot be read: {error}.") from error
+    lines = read_hosts(text, str(flags.hosts))
+    morph = MorphConfig.from_env(environ, True, flags.replaces)
+    assert morph is not None
+    settings = ManagerSettings(
+        host=flags.address or address_facing([line.name for line in lines]),
+        port=0,
+        state_dir=flags.log_dir,
+        min_workers=1,
+        settle_s=duration_from_env("VARUNA_SETTLE_S", environ.get("VARUNA_SETTLE_S") or "10"),
+        morph=morph,
+    )
+    workers = [] if flags.workers is None else ["--workers", str(flags.workers)]
+    command = RemoteCommand(
+        ssh=default_ssh(environ.get("VARUNA_SSH", "")),
+        directory=os.getcwd(),
+        python=environ.get("VARUNA_REMOTE_PYTHON") or sys.executable,
+        agent=(*workers, *flags.agent),
+        header=Header(token="", environ={**environ_for(flags.env, flags.env_files, environ), **flags.environ}),
+    )
+    return run_fleet(FleetJob(hosts=flags.hosts, settings=settings, command=command), environ)
+
+
+def environ_for(env: Sequence[str], env_files: Sequence[Path], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for other machines: those of libraries that training uses, then files, then flags.
+
+    Raises:
+        ConfigError: a line or flag is no variable.
+    """
+    found = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+    }
+    for path in env_files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}.") from error
+        found |= parse_env_file(text, str(path))
+    for given in env:
+        name, equals, value = given.partition("=")
+        if not _NAME.fullmatch(name) or (not equals and name not in environ):
+            raise ConfigError(f"--env {given!r}: write NAME=VALUE, or NAME for one that is set here.")
+        found[name] = value if equals else environ[name]
+    return found
+
+
+def parse_env_file(text: str, where: str) -> dict[str, str]:
+    r"""Lines ``NAME=VALUE``, empty lines and comments.
+
+    A value in double quotes may have several lines, and ``\"``, ``\\`` and ``\n`` in it; in single quotes it is
+    taken as it is. Without quotes it is the rest of the line.
+
+    Raises:
+        ConfigError: a line is none of these.
+    """
+    found: dict[str, str] = {}
+    entry = re.compile(
+        r"""[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)="""
+        r"""(?:"(?P<double>(?:[^"\\]|\\.)*)"|'(?P<single>[^']*)'|(?P<plain>(?:[^\n"'][^\n]*)?))[ \t]*(?:\n|$)""",
+        re.DOTALL,
+    )
+    skipped = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")
+    position = 0
+    while position < len(text):
+        match = skipped.match(text, position)
+        if match is None:
+            match = entry.match(text, position)
+            if match is None:
+                number = text.count("\n", 0, position) + 1
+                raise ConfigError(f"{where}, line {number} is no NAME=VALUE, or its quotes do not end.")
+            found[match["name"]] = _value_of(match)
+        position = match.end()
+    return found
+
+
+def _value_of(match: re.Match[str]) -> str:
+    if match["double"] is not None:
+        return re.sub(
+            r"\\(.)", lambda one: {"n": "\n", "t": "\t"}.get(one[1], one[1]), match["double"], flags=re.S
+        )
+    return match["single"] if match["single"] is not None else match["plain"].strip()
+
+
+def address_facing(names: Sequence[str]) -> str:
+    """This machine's address on the way to others.
+
+    Raises:
+        ConfigError: there is no way to any of them, or their names say nothing here.
+    """
+    for name in names:
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(
+                name.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    raise ConfigError(
+        f"Which address of this machine do {', '.join(names) or 'the machines'} reach? None of these names has "
+        f"an address here. Give it with --address."
+    )
