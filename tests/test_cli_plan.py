@@ -60,6 +60,13 @@ def test_flags_are_kept(profile: str) -> None:
     assert chosen["pipelines"][0]["stages"][0]["recompute"] is True
 
 
+def test_what_was_assumed_of_a_measured_profile_is_told(tmp_path: Path) -> None:
+    notes = ("Links were not measured, one worker was alone: 0.2 ms and 1 GB/s are assumed.",)
+    write_profile(make_profile(2, notes=notes), tmp_path / "alone.json")
+    result = plan(str(tmp_path / "alone.json"), "--machines", "1x2", "--batch-size", "8")
+    assert notes[0] in result.output.splitlines()
+
+
 def test_ready_profiles_work(tmp_path: Path) -> None:
     result = plan("gpt2-355m@v100@10gbit", "--machines", "2x4", "--batch-size", "64", "--memory", "8GiB")
     assert result.exit_code == 0, result.output
@@ -72,6 +79,7 @@ def test_ready_profiles_work(tmp_path: Path) -> None:
         (["--machines", "2x3", "--memory", "lots"], "Memory 'lots' cannot be read"),
         (["--machines", "2x3", "--memory", "100B"], "No plan fits"),
         (["--machines", "2x3", "-p", "7"], "7 stages cannot be laid out"),
+        (["--machines", "2x3", "-o", "/nowhere/p.json"], "there is no folder /nowhere"),
     ],
 )
 def test_errors_are_one_line(profile: str, arguments: list[str], message: str) -> None:

@@ -81,6 +81,8 @@ def plan(
     from varuna.plan.explain import choice_json
     from varuna.plan.profile_file import write_plan
 
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"The plan cannot be written to {output}: there is no folder {output.parent}.")
     numbers = load_profile(profile)
     choice = choose_plan(
         numbers,

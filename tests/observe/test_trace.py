@@ -67,14 +67,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["{", "[]", "{}", '{"traceEvents": [{"ph": "X", "name": "F0"}]}'],
+    ("text", "why"),
+    [
+        ("{", r"line 1, column 2 .* cut short"),
+        ("[]", "its values are of other kinds"),
+        ("{}", "there is no 'traceEvents' where a trace has one"),
+        ('{"traceEvents": [{"ph": "X", "name": "F0"}]}', "there is no 'pid'"),
+    ],
     ids=["cut", "list", "empty", "odd"],
 )
-def test_other_files_are_no_traces(text: str, tmp_path: Path) -> None:
+def test_other_files_are_no_traces(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"other\.json is not a trace of Varuna's"):
+    with pytest.raises(ConfigError, match=rf"other\.json is not a trace of Varuna's: .*{why}"):
         read_trace(path)
 
 

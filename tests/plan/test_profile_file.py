@@ -83,8 +83,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"{", "truncated"),
-        (b"\xff\xfe", "malformed"),
+        (b'{"version": 1,\n "plan', r"line 2, column 2 \(character 16 of 21\): it was cut short"),
+        (b'{"version": 1, "plan": nothing}', r"line 1, column 24 \(character 23 of 31\): Expecting value"),
+        (b"\xff\xfe", "byte 0 is no UTF-8 text"),
         (b"[]", "Expected `object`, got `array`"),
         (b'{"version": 7}', "version 7; this Varuna reads version 1"),
         (b'{"version": 1}', "missing required field"),
@@ -96,6 +97,12 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, read: object, content: 
     with pytest.raises(ConfigError, match=says) as caught:
         read(path)  # type: ignore[operator]
     assert str(path) in str(caught.value)
+
+
+def test_a_plan_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        write_plan(PLAN, tmp_path / "new" / "plan.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:

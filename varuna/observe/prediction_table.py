@@ -35,6 +35,8 @@ def render_prediction(prediction: Prediction, plan: Plan, profile: Profile) -> s
     ]
     if profile.estimated:
         lines.append("The profile is an estimate from data sheets: nothing was measured.")
+    else:
+        lines += profile.notes
     table = Table(*_COLUMNS, "sends forward", "sends backward", "memory", box=SIMPLE_HEAD, pad_edge=False)
     for indices in _alike(prediction, plan):
         slowest = max(indices, key=lambda index: _end_s(prediction.pipelines[index]))

@@ -18,6 +18,7 @@ import msgspec
 
 from varuna.errors import ConfigError
 from varuna.observe.text import human_seconds
+from varuna.plan.broken_json import explain_broken_json
 from varuna.plan.simulate import TaskSpan
 from varuna.plan.spans import UPDATE, Span, StepSpans, WorkerTrace
 from varuna.spec import StagePosition, TaskKind
@@ -101,7 +102,8 @@ def read_trace(path: Path) -> tuple[WorkerTrace, ...]:
         ConfigError: there is no such file, or it is not a trace that Varuna wrote.
     """
     try:
-        events = msgspec.json.decode(path.read_bytes())["traceEvents"]
+        data = path.read_bytes()
+        events = msgspec.json.decode(data)["traceEvents"]
         names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
         by_step: dict[int, dict[int, list[dict[str, Any]]]] = {process_id: {} for process_id in names}
         for event in events:
@@ -112,9 +114,18 @@ def read_trace(path: Path) -> tuple[WorkerTrace, ...]:
         raise ConfigError(f"Cannot read the trace {path}: {error.strerror}.") from error
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} is not a trace of Varuna's ({type(error).__name__}: {error}). `varuna run --trace FILE` "
-            f"and `varuna simulate --chrome-trace FILE` write one."
+            f"{path} is not a trace of Varuna's: {explain_broken_json(data) or _lacks(error)}. "
+            f"`varuna run --trace FILE` and `varuna simulate --chrome-trace FILE` write one."
         ) from error
+
+
+def _lacks(error: Exception) -> str:
+    """Why JSON is no trace, in words."""
+    if isinstance(error, KeyError):
+        return f"there is no {error.args[0]!r} where a trace has one"
+    if isinstance(error, TypeError):
+        return "its values are of other kinds than a trace's"
+    return str(error)
 
 
 def _events(trace: WorkerTrace, zero_s: float) -> Iterator[dict[str, Any]]:

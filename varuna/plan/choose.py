@@ -249,9 +249,12 @@ def _reason(plan: Plan, prediction: Prediction, candidates: Sequence[Candidate],
 
 
 def _layout(row: Candidate) -> str:
-    deeper = f" ({row.num_deeper} of them {row.num_stages + 1})" if row.num_deeper else ""
+    """``4 stages x 2 pipelines, micro-batches of 8, varuna``: P before D, as in the table of candidates."""
+    stages, pipelines = ("" if count == 1 else "s" for count in (row.num_stages, row.num_pipelines))
+    deeper = f" ({row.num_deeper} of them of {row.num_stages + 1})" if row.num_deeper else ""
     return (
-        f"{row.num_pipelines} x {row.num_stages} stages{deeper}, micro-batches of {row.micro_batch_size}, "
+        f"{row.num_stages} stage{stages} x {row.num_pipelines} pipeline{pipelines}{deeper}, "
+        f"micro-batches of {row.micro_batch_size}, "
         f"{row.schedule.replace(', ', ' or ')}"
     )
 

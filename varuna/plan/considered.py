@@ -110,7 +110,7 @@ def _ruled(setting: Setting, ruled: Ruled, best_s: float, *, detailed: bool) -> 
     if why == DOES_NOT_FIT:
         step_s, why = np.inf, _excess(setting, ruled) if detailed else why
     elif why == "":
-        why = f"at least {_slower(step_s, best_s)}"
+        why = _not_faster(step_s, best_s)
     return _row(setting, ruled.point, step_s, schedule=ruled.schedule, rejected=why)
 
 
@@ -131,7 +131,7 @@ def _unopened(search: Search, best_s: float) -> list[Candidate]:
         if not points.fits[index]:
             why = _static_excess(setting, point)
         elif step_s >= best_s:
-            why = f"at least {_slower(step_s, best_s)}, whatever m"
+            why = f"{_not_faster(step_s, best_s)}, whatever m"
         else:
             why = f"{BY_ESTIMATE}, whatever m" if search.is_complete else "estimated slower, not looked at"
         rows.append(_row(setting, point, step_s, schedule=schedules[point.split], rejected=why))
@@ -155,6 +155,12 @@ def _row(setting: Setting, point: Point, step_s: float, *, simulated: bool = Fal
 def _slower(step_s: float, best_s: float) -> str:
     share = step_s / best_s - 1
     return f"{share:.1%} slower" if share >= 0.0005 else "as fast"
+
+
+def _not_faster(bound_s: float, best_s: float) -> str:
+    """What a lower bound says."""
+    share = bound_s / best_s - 1
+    return f"at least {share:.1%} slower" if share >= 0.0005 else "cannot be faster"
 
 
 def _static_excess(setting: Setting, point: Point) -> str:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from varuna.errors import ConfigError
+from varuna.plan.broken_json import explain_broken_json
 from varuna.plan.profile import PROFILE_VERSION, Profile
 from varuna.spec import Plan
 
@@ -52,11 +53,15 @@ def decode_profile(data: bytes) -> Profile:
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile, replacing what was there; nobody ever sees half of it.
+    """Write a profile, replacing what was there; nobody ever sees half of it. Its folder is made.
 
     Raises:
         ConfigError: it cannot be written there.
     """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
     _write(Path(path), encode_profile(profile))
 
 
@@ -72,7 +77,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str], reason: str = "") -> None:
-    """Write a plan and, for people, why it looks so.
+    """Write a plan and, for people, why it looks so. Its folder must exist.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -138,13 +143,13 @@ def _read(path: Path, kind: type[_T], version: int, what: str, made_by: str) -> 
             )
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
-        raise ConfigError(f"{path} is not a {what}: {error}. Make one with {made_by}.") from error
+        why = explain_broken_json(data) or str(error)
+        raise ConfigError(f"{path} is not a {what}: {why}. Make one with {made_by}.") from error
 
 
 def _write(path: Path, data: bytes) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
             os.replace(unfinished, path)
