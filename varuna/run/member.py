@@ -224,9 +224,10 @@ class Member:
         self.generation.abort(str(error))
         return self._control.halted(replace(self._report(str(error)), reduced_step=reduced_step))
 
-    def _report(self, reason: str) -> HaltReport:
+    def _report(self, reason: str, generation: int | None = None) -> HaltReport:
+        """Where this worker stands; ``generation`` is the one that ended, if it is not the one at work."""
         return HaltReport(
-            generation=self.generation.index,
+            generation=self.generation.index if generation is None else generation,
             num_applied=self._num_applied,
             reduced_step=None,
             committed_step=None if self._committed is None else self._committed.step_index,
@@ -264,7 +265,7 @@ class Member:
                     told = form(self._worker, generation, formation, self._carried, self._num_calls)
                 break
             except PeerLost as error:
-                report = replace(self._report(str(error)), generation=formation.generation)
+                report = self._report(str(error), formation.generation)
             formation = self._control.halted(report).formation
         if self._generation is None and told.job_state:
             self._carried.take(told.job_state)
