@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # One compute thread per process: workers share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all check format bench bench-simulator clean
+.PHONY: setup demo test test-all check format soak bench bench-simulator docs clean
 
 setup: $(VENV)/.ready
 
@@ -23,9 +23,10 @@ $(VENV)/.demo:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-# Trains a 10 M parameter GPT on real text with 4 local workers: 2 stages x 2 pipelines.
+# Trains a 10 M parameter GPT on real text with 4 local workers, of which one is killed, one leaves and one joins
+# while it trains; then compares every loss with that of an undisturbed run.
 demo: $(VENV)/.demo
-	$(BIN)/varuna run --workers 4 --stages 2 examples/gpt.py
+	$(BIN)/python examples/demo.py
 
 test: setup
 	$(BIN)/python -m pytest
@@ -45,12 +46,24 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# At least 200 random faults in one job; its weights and ledger must be those of an undisturbed one. About 15 min.
+soak: setup
+	$(BIN)/python -m varuna.testing.soak $(SOAK)
+
 bench: setup
 	$(BIN)/python -m benchmarks
 
 # Predicted against measured steps, emulated and real; the chosen plan against all others. Needs root and quiet.
 bench-simulator: setup
 	$(BIN)/python -m benchmarks simulator real_steps best_plan
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+# The site, in build/docs; a warning (a link that leads nowhere, say) is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -c docs -W --keep-going -q -b html . build/docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.e2e.conftest import Start
-from tests.e2e.morphing import NUM_STEPS, Fault
+from tests.e2e.morphing import NUM_STEPS, fault
 from varuna import cli
 
 
@@ -27,7 +27,7 @@ def command(cache: Path, *arguments: str) -> str:
     [("step", 1), ("forward", 2), ("final backward", 1), ("reduce", 1), ("commit", 1), ("committed", 1)],
 )
 def test_a_worker_is_killed(start: Start, point: str, count: int) -> None:
-    run = start(Fault("kill", 2, point, 7, count))
+    run = start(fault("kill", 2, point, 7, count))
     ended = run.ends_well()
     run.fired(2)
     assert "varuna: worker 2 was killed by SIGKILL (out of memory?); the others go on" in ended.stderr
@@ -36,7 +36,7 @@ def test_a_worker_is_killed(start: Start, point: str, count: int) -> None:
 
 
 def test_worker_0_is_killed_and_another_speaks_to_the_terminal(start: Start) -> None:
-    run = start(Fault("kill", 0, "final backward", 5))
+    run = start(fault("kill", 0, "final backward", 5))
     ended = run.ends_well()
     told = ended.stdout.splitlines()
     assert told[:5] == [f"worker 0 tells step {index}" for index in range(5)]
@@ -48,7 +48,7 @@ def test_worker_0_is_killed_and_another_speaks_to_the_terminal(start: Start) -> 
 
 
 def test_two_are_killed_at_once(start: Start) -> None:
-    faults = [Fault("kill", 1, "final backward", 6), Fault("kill", 2, "reduce", 6)]
+    faults = [fault("kill", 1, "final backward", 6), fault("kill", 2, "reduce", 6)]
     run = start(*faults)
     ended = run.ends_well()
     assert [line for line in ended.stderr.splitlines() if "SIGKILL" in line and "go on" in line][1:]
@@ -57,7 +57,7 @@ def test_two_are_killed_at_once(start: Start) -> None:
 
 def test_one_is_killed_while_the_next_generation_forms(start: Start) -> None:
     """Worker 3 dies in step 4, and worker 1 before it has joined the generation without worker 3."""
-    faults = [Fault("kill", 3, "reduce", 4), Fault("kill", 1, "form", 4)]
+    faults = [fault("kill", 3, "reduce", 4), fault("kill", 1, "form", 4)]
     run = start(*faults, stages=1)
     run.ends_well()
     run.fired(3)
@@ -107,7 +107,7 @@ def test_workers_are_added(start: Start, cache: Path) -> None:
 
 
 def test_down_to_one_and_back_to_four(start: Start) -> None:
-    faults = [Fault("kill", number, "forward", 6) for number in (0, 1, 3)]
+    faults = [fault("kill", number, "forward", 6) for number in (0, 1, 3)]
     run = start(*faults, stages=1, limit=12)
     run.event("running", "1 of 1 workers")
     run.client.add_workers(3)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.e2e.conftest import Start
-from tests.e2e.morphing import NUM_STEPS, Fault, Run
+from tests.e2e.morphing import NUM_STEPS, Run, fault
 from tests.launch.jobs import wait_until
 from varuna.errors import ConfigError
 
@@ -21,7 +21,7 @@ HEARTBEAT = {"VARUNA_HEARTBEAT_S": "3"}
 
 
 def test_a_frozen_worker_is_fenced_and_killed(start: Start) -> None:
-    run = start(Fault("stop", 2, "forward", 6, 2), environ=HEARTBEAT)
+    run = start(fault("freeze", 2, "forward", 6, 2), environ=HEARTBEAT)
     run.fired(2)
     run.event("fenced", "no sign of life for ")
     ended = run.ends_well()
@@ -33,7 +33,7 @@ def test_a_frozen_worker_is_fenced_and_killed(start: Start) -> None:
 
 def test_a_worker_that_thaws_finds_itself_refused_and_ends(start: Start) -> None:
     """The launcher is frozen too, as with a whole machine: nobody can kill the frozen worker."""
-    run = start(Fault("stop", 2, "forward", 6, 2), environ=HEARTBEAT, limit=20)
+    run = start(fault("freeze", 2, "forward", 6, 2), environ=HEARTBEAT, limit=20)
     run.fired(2)
     frozen, launcher = run.worker(2), run.process("varuna-worker-2").parent().parent()
     launcher.send_signal(signal.SIGSTOP)
@@ -51,15 +51,15 @@ def test_a_worker_that_thaws_finds_itself_refused_and_ends(start: Start) -> None
     run.is_exact()
 
 
-def test_a_busy_worker_is_not_fenced(start: Start, tmp_path: Path) -> None:
+def test_a_busy_worker_is_not_fenced(start: Start) -> None:
     """Worker 2 is in user code for longer than the limit."""
     environ = {"VARUNA_HEARTBEAT_S": "1"}
-    run = start(Fault("wait", 2, "forward", 6, 2), environ=environ)
+    run = start(fault("hold", 2, "forward", 6, 2), environ=environ)
     run.fired(2)
     assert run.status().num_committed == 6
     with pytest.raises(AssertionError, match="not within 3 s"):
         wait_until(lambda: run.status().num_committed > 6 or run.status().generation > 0, 3)
-    (tmp_path / "go").touch()
+    run.script.release()
     ended = run.ends_well()
     assert "go on" not in ended.stderr
     run.is_exact()
@@ -69,7 +69,7 @@ def test_a_busy_worker_is_not_fenced(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_manager_is_killed_and_knows_everything_when_it_is_back(start: Start) -> None:
-    run = start(Fault("kill", 2, "reduce", 25), limit=10)
+    run = start(fault("kill", 2, "reduce", 25), limit=10)
     run.steps_done(5)
     run.kill_manager()
     run.limit(20)
@@ -82,13 +82,13 @@ def test_the_manager_is_killed_and_knows_everything_when_it_is_back(start: Start
     run.is_exact()
 
 
-def test_the_manager_is_killed_while_a_generation_forms(start: Start, tmp_path: Path) -> None:
-    faults = [Fault("kill", 3, "reduce", 6), Fault("wait", 0, "form", 6)]
+def test_the_manager_is_killed_while_a_generation_forms(start: Start) -> None:
+    faults = [fault("kill", 3, "reduce", 6), fault("hold", 0, "form", 6)]
     run = start(*faults)
     run.fired(0)
     assert run.status().phase == "forming"
     run.kill_manager()
-    (tmp_path / "go").touch()
+    run.script.release()
     ended = run.ends_well()
     assert "the manager has ended by signal 9" in ended.stderr
     run.is_exact()
@@ -96,7 +96,7 @@ def test_the_manager_is_killed_while_a_generation_forms(start: Start, tmp_path: 
 
 def test_a_worker_dies_while_there_is_no_manager(start: Start) -> None:
     """The manager is stopped, and killed only after the worker has died."""
-    run = start(Fault("kill", 1, "forward", 10), limit=8)
+    run = start(fault("kill", 1, "forward", 10), limit=8)
     run.steps_done(8)
     manager = run.process("varuna-manager")
     manager.send_signal(signal.SIGSTOP)
@@ -157,26 +157,26 @@ def test_the_token_is_in_no_command_line_log_or_journal(start: Start, tmp_path: 
 
 
 def test_a_failure_ends_the_job_as_ever(start: Start) -> None:
-    run = start(Fault("raise", 1, "forward", 5))
+    run = start(fault("raise", 1, "forward", 5))
     ended = run.wait()
     assert ended.codes == [1]
     assert ended.told.splitlines()[1].startswith("varuna: worker 1 failed (")
-    assert "KeyError: 'injected on worker 1'" in ended.stderr
+    assert "RuntimeError: scripted on worker 1" in ended.stderr
 
 
 def test_a_newcomer_that_fails_ends_nothing(start: Start) -> None:
-    run = start(Fault("raise", 2, "start", 0), workers=2, limit=8)
+    run = start(fault("raise", 2, "start", 0), workers=2, limit=8)
     run.steps_done(4)
     run.client.add_workers(1)
     run.event("lost", "newcomer ")
     run.limit(NUM_STEPS)
     ended = run.ends_well()
-    assert "KeyError: 'injected on worker 2'; the others go on" in ended.stderr
+    assert "RuntimeError: scripted on worker 2; the others go on" in ended.stderr
     run.is_exact()
 
 
 def test_a_newcomer_that_fails_at_work_ends_the_job(start: Start) -> None:
-    run = start(Fault("raise", 2, "step", 30), workers=2, stages=1, limit=8)
+    run = start(fault("raise", 2, "step", 30), workers=2, stages=1, limit=8)
     run.steps_done(4)
     run.client.add_workers(1)
     run.event("ready")
@@ -184,11 +184,11 @@ def test_a_newcomer_that_fails_at_work_ends_the_job(start: Start) -> None:
     ended = run.wait()
     assert ended.codes == [1]
     assert "varuna: worker 2 failed (" in ended.told
-    assert "KeyError: 'injected on worker 2'" in ended.stderr
+    assert "RuntimeError: scripted on worker 2" in ended.stderr
 
 
 def test_without_any_holder_of_a_section_the_job_ends_and_says_why(start: Start) -> None:
-    run = start(Fault("kill", 2, "forward", 5), stages=4)
+    run = start(fault("kill", 2, "forward", 5), stages=4)
     ended = run.wait()
     assert ended.codes == [137]
     assert "varuna: worker 2 was killed by SIGKILL (out of memory?)" in ended.told
@@ -196,7 +196,7 @@ def test_without_any_holder_of_a_section_the_job_ends_and_says_why(start: Start)
 
 
 def test_the_last_worker_is_killed(start: Start) -> None:
-    faults = [Fault("kill", 1, "forward", 5), Fault("kill", 0, "step", 9)]
+    faults = [fault("kill", 1, "forward", 5), fault("kill", 0, "step", 9)]
     run = start(*faults, workers=2, stages=1)
     ended = run.wait()
     assert ended.codes == [137]
@@ -204,7 +204,7 @@ def test_the_last_worker_is_killed(start: Start) -> None:
 
 
 def test_a_founder_is_killed_before_the_first_generation(start: Start) -> None:
-    run = start(Fault("kill", 1, "start", 0))
+    run = start(fault("kill", 1, "start", 0))
     ended = run.wait()
     assert ended.codes == [137]
     assert "varuna: worker 1 was killed by SIGKILL" in ended.told

@@ -6,9 +6,11 @@ holds back what is sent. Connections that are made afterwards work, as when the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
+import stat
 import struct
 
 _SO_ATTACH_FILTER = 26
@@ -20,20 +22,21 @@ def silence_connections() -> int:
     """Let all TCP connections of this process go dead; returns how many there were."""
     num_silenced = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
-            stream = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed meanwhile
-            continue
-        with stream:
-            if stream.family in (socket.AF_INET, socket.AF_INET6) and stream.type == socket.SOCK_STREAM:
-                _silence(stream)
-                num_silenced += 1
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as stream:
+                num_silenced += _silence(stream)
     return num_silenced
 
 
-def _silence(stream: socket.socket) -> None:
+def _silence(stream: socket.socket) -> bool:
+    """Whether it was a TCP connection, which is dead now."""
+    if stream.family not in (socket.AF_INET, socket.AF_INET6) or stream.type != socket.SOCK_STREAM:
+        return False
     program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     stream.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("I", 1))
     stream.setsockopt(
         socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
     )
+    return True

@@ -17,7 +17,8 @@ STEP_POINTS: tuple[Point, ...] = ("step", "forward", "final backward", "reduce",
 JOIN_POINTS: tuple[Point, ...] = ("start", "join", "form")
 
 _WEIGHTS = {
-    "kill": 30,
+    "kill": 24,
+    "kill at any time": 14,
     "kill two": 8,
     "kill while it forms": 10,
     "kill a newcomer": 10,
@@ -90,13 +91,15 @@ def number_of(incarnation: str) -> int:
     return int(incarnation.rsplit(".", 2)[1])
 
 
-def choose_victims(status: Status, draw: Draw, witness: int, count: int) -> tuple[int, ...]:
-    """``count`` workers that can be lost together, or fewer."""
-    candidates = [number for number in members(status) if number != witness]
+def choose_victims(
+    status: Status, draw: Draw, witness: int, count: int, doomed: Collection[int] = ()
+) -> tuple[int, ...]:
+    """``count`` workers that can be lost together, or fewer; ``doomed`` are lost already, or soon."""
+    candidates = [number for number in members(status) if number != witness and number not in doomed]
     pairs = zip(draw.victims, candidates, strict=False)
     chosen: tuple[int, ...] = ()
     for _, number in sorted(pairs):
-        if len(chosen) < count and can_lose(status, (*chosen, number)):
+        if len(chosen) < count and can_lose(status, (*doomed, *chosen, number)):
             chosen = (*chosen, number)
     return chosen
 

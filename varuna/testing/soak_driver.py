@@ -95,7 +95,8 @@ class Soak:
         self._limit = 0
         self._num_started = NUM_WORKERS
         self._counts: dict[str, int] = {}
-        self._pending: dict[int, str] = {}
+        self._pending: dict[int, str] = {}  # kinds of faults that are to happen, by index in the script
+        self._doomed: dict[int, int] = {}  # to whom
         self._manager_killed_s = float("-inf")
         self._uses = Uses()
         self.allow(0)
@@ -139,7 +140,7 @@ class Soak:
     def _one(self, draw: Draw, status: Status) -> None:
         kind = draw.kind
         count = 2 if kind in ("kill two", "kill while it forms") else 1
-        victims = choose_victims(status, draw, _WITNESS, count)
+        victims = choose_victims(status, draw, _WITNESS, count, self._doomed.values())
         if kind == "kill the manager" and time.monotonic() < self._manager_killed_s + _MANAGER_REST_S:
             kind = "kill"
         if kind not in ("kill the manager", "kill a newcomer") and not victims:
@@ -147,6 +148,8 @@ class Soak:
             return
         if kind == "kill the manager":
             self._kill_manager()
+        elif kind == "kill at any time":
+            self._kill_worker(victims[0], draw.seconds)
         elif kind == "notice":
             self._notice(victims[0], 30.0 if draw.has_deadline else 0.0)
         elif kind == "kill a newcomer":
@@ -164,6 +167,8 @@ class Soak:
         first = self._script.add(*faults)
         for index, fault in enumerate(faults, first):
             self._pending[index] = draw.kind
+            if fault.worker is not None:
+                self._doomed[index] = fault.worker
             self._say(f"{draw.kind}: worker {fault.worker}, {fault.what} at {fault.point!r}")
         return first
 
@@ -174,6 +179,7 @@ class Soak:
     def _note_pending(self) -> None:
         for fired in self._script.fired():
             if kind := self._pending.pop(fired.index, ""):
+                del self._doomed[fired.index]
                 self._count(kind)
 
     def _count(self, kind: str) -> None:
@@ -184,6 +190,17 @@ class Soak:
         self._ask(lambda client: client.preempt(str(number), deadline_s))
         self._await(lambda: number not in members(self._status()), f"worker {number} leaves")
         self._count("notice")
+
+    def _kill_worker(self, number: int, after_s: float) -> None:
+        """Wherever it is then; more often than not in the middle of a step."""
+        self._say(f"kill at any time: worker {number}, after {after_s:.2f} s")
+        pid = processes_of(self._launcher_pid)[f"varuna-worker-{number}"]
+        kill_s = time.monotonic() + after_s
+        self.allow(self._limit + 4)
+        self._await(lambda: time.monotonic() >= kill_s, "its time")
+        os.kill(pid, signal.SIGKILL)
+        self._await(lambda: number not in members(self._status()), f"worker {number} is missed")
+        self._count("kill at any time")
 
     def _kill_manager(self) -> None:
         pid = processes_of(self._launcher_pid).get("varuna-manager")
@@ -220,8 +237,10 @@ class Soak:
                 return False
             if len(status.workers) >= self._num_started:  # all that were asked for have been heard of
                 self._add_workers(NUM_WORKERS - len(_alive(status)))
-            others = [number for number in members(status) if number != _WITNESS]
-            return any(can_lose(status, (number,)) for number in others)
+            self._note_pending()
+            doomed = self._doomed.values()
+            others = [number for number in members(status) if number != _WITNESS and number not in doomed]
+            return any(can_lose(status, (*doomed, number)) for number in others)
 
         self._await(has_settled, "a generation in which a worker can be spared")
         status = self._status()

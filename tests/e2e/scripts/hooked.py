@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from varuna import session
+from varuna import request
 from varuna.errors import PeerLost
 
 WORKER = os.environ["VARUNA_INCARNATION"].rsplit(".", 2)[1]
 STEP, _, WORKERS = sys.argv.pop().partition(":") if len(sys.argv) > 2 else ("", "", "")
-faults_from_env = session.faults_from_env
+faults_from_env = request.faults_from_env
 
 
 def hooks(environ: Mapping[str, str], step_index: Callable[[], int]) -> Callable[[str], None]:
@@ -40,5 +40,5 @@ def hooks(environ: Mapping[str, str], step_index: Callable[[], int]) -> Callable
     return at
 
 
-session.faults_from_env = hooks
+request.faults_from_env = hooks
 runpy.run_path(str(Path(__file__).with_name("morphing.py")), run_name="__main__")

@@ -1,0 +1,69 @@
+"""``morphing.py``, but one worker is in a network namespace: ``apart.py NUM_STEPS WORKER NAMESPACE``.
+
+That worker reaches manager and store through a relay, which it leaves outside.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import selectors
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.e2e.namespace import INSIDE, OUTSIDE, enter
+from varuna.launch.processes import die_with_parent
+
+
+def relay(listeners: dict[socket.socket, tuple[str, int]]) -> None:
+    """Passes on what comes, both ways, until its parent ends."""
+    selector = selectors.DefaultSelector()
+    for listener, target in listeners.items():
+        selector.register(listener, selectors.EVENT_READ, target)
+    while True:
+        for key, _ in selector.select():
+            assert isinstance(key.fileobj, socket.socket)
+            if isinstance(key.data, tuple):
+                near, _ = key.fileobj.accept()
+                far = socket.create_connection(key.data)
+                selector.register(near, selectors.EVENT_READ, far)
+                selector.register(far, selectors.EVENT_READ, near)
+                continue
+            try:
+                data = key.fileobj.recv(1 << 16)
+                key.data.sendall(data)
+            except OSError:
+                data = b""
+            if not data:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+
+
+def go_apart(name: str) -> None:
+    """Leave a relay outside, and go in."""
+    manager, store = urlsplit(os.environ["VARUNA_MANAGER"]), int(os.environ["MASTER_PORT"])
+    assert manager.port is not None
+    listeners = {
+        socket.create_server((OUTSIDE, 0)): ("127.0.0.1", manager.port),
+        socket.create_server((OUTSIDE, 0)): ("127.0.0.1", store),
+    }
+    if os.fork() == 0:
+        die_with_parent(9)
+        relay(listeners)
+    to_manager, to_store = (listener.getsockname()[1] for listener in listeners)
+    for listener in listeners:
+        listener.close()
+    os.environ.update(
+        VARUNA_MANAGER=f"http://{OUTSIDE}:{to_manager}", MASTER_ADDR=OUTSIDE, MASTER_PORT=str(to_store)
+    )
+    enter(name)
+
+
+_, _, worker, name = sys.argv
+is_apart = os.environ["VARUNA_INCARNATION"].rsplit(".", 2)[1] == worker
+os.environ["VARUNA_ADDRESS"] = INSIDE if is_apart else OUTSIDE
+if is_apart:
+    go_apart(name)
+runpy.run_path(str(Path(__file__).with_name("morphing.py")), run_name="__main__")

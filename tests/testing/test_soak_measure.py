@@ -1,0 +1,65 @@
+"""What is flat and what grows, and processes as the kernel tells of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from varuna.testing.soak_measure import Use, Uses, processes_of, use_of
+
+
+def uses(threads: list[int], *, mebibytes: int = 100) -> Uses:
+    found = Uses()
+    for generation, number in enumerate(threads):
+        found.add(
+            "worker 1",
+            Use(generation=generation, num_threads=number, num_fds=30, resident_bytes=mebibytes << 20),
+        )
+    return found
+
+
+def test_what_stays_within_its_first_range_is_flat() -> None:
+    assert uses([1] + [9, 11, 10, 12] * 10).growth() == []
+
+
+def test_what_grows_is_told() -> None:
+    assert uses(list(range(30))).growth() == ["worker 1: 19 threads at first, 29 later"]
+    growing = Uses()
+    for generation in range(40):
+        use = Use(
+            generation=generation,
+            num_threads=9,
+            num_fds=20 + generation,
+            resident_bytes=(100 + 2 * generation) << 20,
+        )
+        growing.add("launcher", use)
+    assert growing.growth() == [
+        "launcher: 47 descriptors at first, 59 later",
+        "launcher: 154 MiB at first, 178 MiB later",
+    ]
+
+
+def test_a_short_life_is_not_judged_and_a_table_shows_all() -> None:
+    short = uses([1, 2, 3, 9, 10])
+    short.add("gone", None)
+    assert short.growth() == []
+    assert short.table().splitlines() == [
+        "process   generations  threads     descriptors     MiB",
+        "worker 1  0..4         1 2 3 9 10  30 30 30 30 30  100 100 100 100 100",
+    ]
+
+
+def test_processes_are_found_by_name_below_another() -> None:
+    named = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'varuna-tested', 0, 0, 0)"
+    script = f"{named}; print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen(["python3", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert processes_of(os.getpid())["varuna-tested"] == process.pid
+        use = use_of(process.pid, 4)
+        assert use is not None
+        assert (use.generation, use.num_threads) == (4, 1)
+        assert use.num_fds >= 3
+        assert 1 << 20 < use.resident_bytes < 1 << 30
+        process.communicate()
+    assert use_of(process.pid, 4) is None
