@@ -2,7 +2,7 @@
 
     python -m benchmarks goodput           # traces in $VARUNA_TRACES, or --traces FOLDER
 
-The trace is scaled to 6 workers and runs ten times as fast; the job is ``sleeping_job``, steps of about a
+The trace is scaled to 6 workers and runs six times as fast; the job is ``sleeping_job``, steps of about a
 second, whose stages sleep instead of computing, so that six of them fit on two cores; all else is real. One of
 the four workers that go gets no notice. **Goodput** is samples over those of a job for which changes cost
 nothing: once by steps as this run measured them, once by those that the profile predicts.
@@ -101,7 +101,7 @@ def real(trace: FleetTrace, options: FleetOptions) -> ReplayResult:
 
 
 def main() -> None:
-    made = report.parser(__doc__ or "", speed=10, seed=2)
+    made = report.parser(__doc__ or "", speed=6, seed=2)
     made.add_argument(
         "--traces", type=Path, default=os.environ.get("VARUNA_TRACES"), help="folder of the traces"
     )
@@ -142,8 +142,9 @@ def main() -> None:
 
 
 def simulated(trace: FleetTrace, options: FleetOptions) -> FleetResult:
-    """A whole trace, with as many workers as it has machines, in its own time."""
-    return replay_fleet(trace, Planner(WHOLE_BATCH), options)
+    """A whole trace, with as many workers as it has machines, in its own time and with 30 s of notice."""
+    as_on_clouds = replace(FleetOptions(), morph_s=options.morph_s, start_s=options.start_s)
+    return replay_fleet(trace, Planner(WHOLE_BATCH), as_on_clouds)
 
 
 if __name__ == "__main__":
