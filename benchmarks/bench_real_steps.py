@@ -1,8 +1,9 @@
 """The simulator on real models: steps of a GPT and a ResNet on two cores, against what a profile predicts.
 
-``varuna profile`` with two workers comes first; then jobs of one and two workers run with given layouts, in
-turn, and each one's median step and each worker's peak memory are compared with the prediction for the plan
-that it used. Whoever else uses the machine disturbs this more than any other figure here.
+In each round ``varuna profile`` with two workers comes first; then jobs of one and two workers run with given
+layouts. Each one's step (the median of the rounds' medians) and each worker's peak memory are compared with the
+prediction for the plan that it used (the median of the rounds' predictions). Whoever else uses the machine
+disturbs this more than any other figure here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,33 +70,34 @@ def run_once(model: str, layout: Layout, folder: Path, num_steps: int) -> float:
     """Median step of one job; what it wrote stays in the folder."""
     folder.mkdir(exist_ok=True)
     script = ["-m", "benchmarks.real_job", model, str(folder), "--steps", str(num_steps)]
-    varuna("run", *layout.flags(), "--no-profile", "--no-check", *script)
+    varuna("run", *layout.flags(), "--no-check", *script)
     steps = json.loads((folder / "0.json").read_text())["step_s"]
     return statistics.median(steps[NUM_WARM_UP:])
 
 
 def rows_of(
-    model: str, folder: Path, figures: dict[str, list[float]]
+    model: str, folder: Path, rounds: Sequence[Sequence[float]]
 ) -> tuple[list[list[object]], list[float], list[float]]:
-    """Rows, errors of step times and of memory."""
-    profile = read_profile(folder / "profile.json")
+    """Rows, errors of step times and of memory. ``rounds``: the measured step of every layout in each round."""
+    profiles = [read_profile(folder / f"profile-{index}.json") for index in range(len(rounds))]
     rows: list[list[object]] = []
     errors, memory_errors = [], []
     for index, layout in enumerate(LAYOUTS):
         plan = read_plan(folder / str(index) / "plan.json")
-        prediction = predict(plan, profile, Cluster.parse(f"1x{layout.num_workers}"), num_runs=20)
-        measured_s = statistics.median(figures[str(index)])
-        errors.append(prediction.step_s / measured_s - 1)
-        stages = [stage for pipeline in prediction.pipelines for stage in pipeline.stages]
+        cluster = Cluster.parse(f"1x{layout.num_workers}")
+        predictions = [predict(plan, profile, cluster, num_runs=20) for profile in profiles]
+        predicted_s = statistics.median(prediction.step_s for prediction in predictions)
+        measured_s = statistics.median(found[index] for found in rounds)
+        errors.append(predicted_s / measured_s - 1)
         of_stages = []
-        for stage in stages:
+        for stage in (stage for pipeline in predictions[-1].pipelines for stage in pipeline.stages):
             found = json.loads((folder / str(index) / f"{stage.worker_index}.json").read_text())
             of_stages.append(stage.peak_memory_bytes / found["memory_bytes"] - 1)
         memory_errors += of_stages
         rows.append(
             [
                 model, layout.num_workers, layout.num_stages, layout.micro_batch_size, layout.schedule,
-                "yes" if layout.recompute else "no", prediction.step_s, measured_s, f"{errors[-1]:+.1%}",
+                "yes" if layout.recompute else "no", predicted_s, measured_s, f"{errors[-1]:+.1%}",
                 " ".join(f"{error:+.1%}" for error in of_stages),
             ]
         )  # fmt: skip
@@ -102,35 +105,22 @@ def rows_of(
 
 
 def measure(
-    model: str, folder: Path, repeats: int, num_steps: int
+    model: str, folder: Path, num_rounds: int, num_steps: int
 ) -> tuple[list[list[object]], list[float], list[float]]:
-    """One model: profile first, then all layouts in turn."""
+    """One model, in all layouts."""
     folder.mkdir()
-    varuna(
-        "profile",
-        "-w",
-        "2",
-        "-o",
-        str(folder / "profile.json"),
-        "-m",
-        "benchmarks.real_job",
-        model,
-        str(folder),
-    )
-    figures = report.interleaved(
-        repeats,
-        {
-            str(index): lambda index=index, layout=layout: run_once(
-                model, layout, folder / str(index), num_steps
-            )
-            for index, layout in enumerate(LAYOUTS)
-        },
-    )
-    return rows_of(model, folder, figures)
+    rounds = []
+    for index in range(num_rounds):
+        profile = str(folder / f"profile-{index}.json")
+        job = ["-m", "benchmarks.real_job", model, str(folder)]
+        varuna("profile", "-w", "2", "--micro-batch-sizes", "1,2,4,8", "-o", profile, *job)
+        rounds.append([run_once(model, layout, folder / str(i), num_steps) for i, layout in enumerate(LAYOUTS)])
+        print(f"{model}, round {index + 1} of {num_rounds}", file=sys.stderr, flush=True)
+    return rows_of(model, folder, rounds)
 
 
 def main() -> None:
-    options = report.arguments(__doc__ or "", repeats=2, steps=15)
+    options = report.arguments(__doc__ or "", repeats=3, steps=12)
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[list[object]] = []
     errors, memory_errors = [], []

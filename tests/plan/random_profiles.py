@@ -33,6 +33,7 @@ def random_profile(rng: random.Random, num_sections: int, **changes: Any) -> Pro
             shared_bytes_per_s=rng.choice([0.0, 200.0]),
             send_s=rng.choice([0.0, 0.05]),
         ),
+        "reduces_beside": num_sections % 3 > 0,
         "task_overhead_s": rng.choice([0.0, 0.1]),
         "step_overhead_s": rng.choice([0.0, 0.5]),
     }
@@ -51,6 +52,7 @@ def _section(rng: random.Random, index: int, is_last: bool) -> SectionProfile:
             recompute_s=fixed_s + sample_s * size,
             backward_s=2 * (fixed_s + sample_s * size),
             weight_s=2 * share * (fixed_s + sample_s * size),
+            split_s=0.2 * sample_s * size * (index % 2),
             activation_bytes=activation * size,
             weight_bytes=rng.randint(0, 300) * size,
             workspace_bytes=rng.randint(0, 50),

@@ -40,6 +40,15 @@ def test_zero_bubble_splits_the_backward():
     assert prediction.step_s == pytest.approx(8 * 3.0 + 3)
 
 
+def test_a_split_backward_takes_longer_by_what_was_measured():
+    sections = tuple(make_section(index, [make_costs(1, split_s=0.25)]) for index in range(4))
+    plan = [[0, 1, 2, 3, 4]], [8]
+    split = predict(make_plan(*plan, schedule="zero-bubble"), make_profile(sections=sections), ONE)
+    assert [stage.busy_s for stage in split.pipelines[0].stages] == pytest.approx([8 * 3.25] * 4)
+    whole = predict(make_plan(*plan, schedule="1f1b"), make_profile(sections=sections), ONE)
+    assert whole.step_s == pytest.approx((8 + 3) * 3.0)
+
+
 def test_overheads_of_tasks_and_of_the_step():
     profile = make_profile(task_overhead_s=0.5, step_overhead_s=7.0)
     assert predict(make_plan([[0, 4]], [3]), profile, ONE).step_s == pytest.approx(3 * (12 + 2 * 0.5) + 7)
@@ -156,6 +165,14 @@ def test_large_gradients_are_reduced_while_backward_goes_on():
     slower = make_profile(sections=sections, within_machine=replace(link, bytes_per_s=size / 3.0))
     # one after the other from the time the last section is through, 6 s before the end
     assert predict(make_plan([[0, 4], [0, 4]], [2, 2]), slower, ONE).reduce_s == pytest.approx(4 * 3.0 - 6.0)
+
+
+def test_without_a_core_to_spare_gradients_are_reduced_after_the_last_task():
+    size = 4 * BUCKET_BYTES
+    sections = tuple(make_section(index, gradient_bytes=size, parameter_bytes=size) for index in range(4))
+    link = LinkProfile(latency_s=0.0, bytes_per_s=size / 1.5)
+    profile = make_profile(sections=sections, within_machine=link, reduces_beside=False)
+    assert predict(make_plan([[0, 4], [0, 4]], [2, 2]), profile, ONE).reduce_s == pytest.approx(4 * 1.5)
 
 
 def test_a_short_last_backward_hides_less():

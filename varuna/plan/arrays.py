@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from varuna.plan.costs import StageCosts
+from varuna.plan.costs import StageCosts, backward_task_s
 from varuna.plan.decide import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from varuna.plan.kernel import ACTIVATION, GRADIENT, NUM_KINDS, Floats
 from varuna.plan.pipeline import NO_DELAYS, PipelineArrays, draw_delays, rules_of
@@ -207,7 +207,7 @@ def _durations_s(costs: StageCosts, split: bool) -> Floats:
     durations_s = np.zeros(NUM_KINDS)
     durations_s[FORWARD] = costs.forward_s
     durations_s[RECOMPUTE] = costs.recompute_s
-    durations_s[BACKWARD] = costs.backward_s - (costs.weight_s if split else 0.0)
+    durations_s[BACKWARD] = backward_task_s(costs, split=split)
     durations_s[WEIGHT] = costs.weight_s
     return durations_s
 

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from varuna.errors import PlanError
 from varuna.plan.cluster import Cluster
-from varuna.plan.considered import Candidate, candidates_of
+from varuna.plan.considered import Candidate, candidates_of, simulated_candidates
 from varuna.plan.lay import Laid
 from varuna.plan.layout import PlanChoice
 from varuna.plan.outcome import Outcome, simulate
@@ -25,8 +26,8 @@ from varuna.plan.setting import Setting
 from varuna.plan.wish import Wish, check_wish
 from varuna.spec import PipelineSpec, Plan, StageSpec
 
-FINALISTS = 8
-"""Layouts that are predicted as whole plans; two where that takes long and there is no patience."""
+FINALISTS = 16
+"""Layouts that are predicted as whole plans; two where that takes long, patience is short, and they agree."""
 
 SMALL_WORKERS, SMALL_TASKS = 100, 5_000
 """It does not take long with so few workers and simulated tasks."""
@@ -48,18 +49,29 @@ class Choice:
     Attributes:
         plan: the fastest plan found.
         prediction: of that plan.
-        candidates: all that were considered, the choice first, then by ``step_s``; see ``Candidate``.
         reason: one or two sentences for a person.
+        list_candidates: makes ``candidates``, for which a running job need not wait.
     """
 
     plan: Plan
     prediction: Prediction
-    candidates: tuple[Candidate, ...]
     reason: str
+    list_candidates: Callable[[], tuple[Candidate, ...]] = field(compare=False, repr=False)
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All that were considered, the choice first, then by ``step_s``; see ``Candidate``."""
+        return self.list_candidates()
 
     def to_plan_choice(self) -> PlanChoice:
         """What workers are sent."""
-        return PlanChoice(plan=self.plan, reason=self.reason)
+        micro_batch_s = tuple(
+            tuple(stage.busy_s / pipeline.num_micro_batches for stage in predicted.stages)
+            for pipeline, predicted in zip(self.plan.pipelines, self.prediction.pipelines, strict=True)
+        )
+        return PlanChoice(
+            plan=self.plan, reason=self.reason, step_s=self.prediction.step_s, micro_batch_s=micro_batch_s
+        )
 
 
 def choose_plan(
@@ -109,12 +121,14 @@ def choose_plan(
         raise PlanError(refusal(search.setting, search.points, is_possible))
     best = min(finalists, key=lambda finalist: _rank(finalist.prediction.step_s, finalist.outcome.laid))
     predictions = {id(finalist.outcome): finalist.prediction for finalist in finalists}
-    candidates = candidates_of(search, best.outcome, predictions)
+    everything = partial(candidates_of, search, best.outcome, predictions)
+    simulated = simulated_candidates(search, best.outcome, predictions)
+    rows = simulated if len(simulated) > 1 else everything()
     return Choice(
         plan=best.plan,
         prediction=best.prediction,
-        candidates=candidates,
-        reason=_reason(best.plan, best.prediction, candidates, wish),
+        reason=_reason(best.plan, best.prediction, rows, wish),
+        list_candidates=everything,
     )
 
 
@@ -138,16 +152,32 @@ def _finalists(search: Search, profile: Profile, cluster: Cluster) -> list[_Fina
     finalists: list[_Finalist] = []
     most = FINALISTS if search.patience > 1 or _is_small(search, cluster) else 2
     best_s = float("inf")
-    search.outcomes = _in_order(search, most)
+    search.outcomes = _in_order(search, most, whole=most == FINALISTS)
     for outcome in search.outcomes:
-        if outcome.step_s >= best_s * SURE or len(finalists) == most:
+        if outcome.step_s >= best_s * SURE or len(finalists) == FINALISTS:
             break
+        if len(finalists) >= most and best_s <= outcome.step_s * CLOSE:
+            break  # predictions agree with what was simulated
         plan = plan_of(outcome.laid, search.setting)
-        prediction = predict(plan, profile, cluster, num_runs=NUM_RUNS)
-        if _fits(prediction, search.setting):
+        variants = dict.fromkeys((plan, _unlimited(plan)) if most == FINALISTS else (plan,))
+        predicted = [(predict(variant, profile, cluster, num_runs=NUM_RUNS), variant) for variant in variants]
+        fitting = [found for found in predicted if _fits(found[0], search.setting)]
+        if fitting:
+            prediction, plan = min(fitting, key=lambda found: found[0].step_s)
             finalists.append(_Finalist(outcome, plan, prediction))
             best_s = min(best_s, prediction.step_s)
     return finalists
+
+
+def _unlimited(plan: Plan) -> Plan:
+    """Without limits of its own: they may turn out not to be needed, and hold back a stage's last tasks."""
+    return replace(
+        plan,
+        pipelines=tuple(
+            replace(pipeline, stages=tuple(replace(stage, max_in_flight=0) for stage in pipeline.stages))
+            for pipeline in plan.pipelines
+        ),
+    )
 
 
 def _is_small(search: Search, cluster: Cluster) -> bool:
@@ -157,12 +187,14 @@ def _is_small(search: Search, cluster: Cluster) -> bool:
     )
 
 
-def _in_order(search: Search, most: int) -> list[Outcome]:
-    """Outcomes, fastest first; those that are close to the fastest are simulated to their end."""
+def _in_order(search: Search, most: int, *, whole: bool) -> list[Outcome]:
+    """Outcomes, fastest first; those that are close to the fastest are simulated to their end if asked for."""
     outcomes = sorted(search.outcomes, key=lambda outcome: _rank(outcome.step_s, outcome.laid))
     close = [outcome for outcome in outcomes[:most] if outcome.step_s <= outcomes[0].step_s * CLOSE]
-    whole = [simulate(search.setting, outcome.laid, whole=True) for outcome in close]
-    return sorted([*whole, *outcomes[len(close) :]], key=lambda outcome: _rank(outcome.step_s, outcome.laid))
+    if len(close) < 2 or not whole:
+        return outcomes
+    ended = [simulate(search.setting, outcome.laid, whole=True) for outcome in close]
+    return sorted([*ended, *outcomes[len(close) :]], key=lambda outcome: _rank(outcome.step_s, outcome.laid))
 
 
 def _rank(step_s: float, laid: Laid) -> tuple[float, int]:

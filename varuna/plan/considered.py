@@ -68,7 +68,20 @@ def candidates_of(
         predictions: of outcomes by ``id``, where there is one.
     """
     best_s = predictions[id(chosen)].step_s
-    num_detailed = int(DETAILED * search.patience)
+    num_detailed, num_told = int(DETAILED * search.patience), 0
+    rows = simulated_candidates(search, chosen, predictions, num_detailed=num_detailed)
+    for ruled in search.ruled:
+        rows.append(_ruled(search.setting, ruled, best_s, detailed=num_told < num_detailed))
+        num_told += ruled.why == DOES_NOT_FIT
+    rows += _unopened(search, best_s)
+    return tuple(sorted(rows, key=_by_time))
+
+
+def simulated_candidates(
+    search: Search, chosen: Outcome, predictions: Mapping[int, Prediction], *, num_detailed: int = 0
+) -> list[Candidate]:
+    """Those among ``candidates_of`` that were simulated, which is quick to tell without details."""
+    best_s = predictions[id(chosen)].step_s
     order = sorted(search.outcomes, key=lambda outcome: (outcome is not chosen, outcome.step_s))
     rows = []
     for index, outcome in enumerate(order):
@@ -78,12 +91,11 @@ def candidates_of(
             rejected = _slower(prediction.step_s, best_s) if index else ""
             row = replace(row, step_s=prediction.step_s, bubble=prediction.bubble, rejected=rejected)
         rows.append(row)
-    num_told = 0
-    for ruled in search.ruled:
-        rows.append(_ruled(search.setting, ruled, best_s, detailed=num_told < num_detailed))
-        num_told += ruled.why == DOES_NOT_FIT
-    rows += _unopened(search, best_s)
-    return tuple(sorted(rows, key=lambda row: (row.rejected != "", row.step_s)))
+    return sorted(rows, key=_by_time)
+
+
+def _by_time(row: Candidate) -> tuple[bool, float]:
+    return row.rejected != "", row.step_s
 
 
 def _simulated(setting: Setting, outcome: Outcome, best_s: float | None, *, detailed: bool) -> Candidate:

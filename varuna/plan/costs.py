@@ -22,6 +22,7 @@ class StageCosts:
     Attributes:
         forward_s, recompute_s, backward_s, weight_s: sums over its sections, as in ``TaskCosts``:
             ``backward_s`` is the whole backward, of which a split one puts off ``weight_s``.
+        split_s: what a split backward takes on top, likewise.
         activation_bytes, weight_bytes: sums of what is kept, as in ``TaskCosts``; without the received input.
         workspace_bytes: of the section that needs most.
         received_bytes, returned_bytes: at the cut before it, forward and backward; 0 on the first stage.
@@ -32,6 +33,7 @@ class StageCosts:
     recompute_s: float
     backward_s: float
     weight_s: float
+    split_s: float
     activation_bytes: int
     weight_bytes: int
     workspace_bytes: int
@@ -39,6 +41,11 @@ class StageCosts:
     returned_bytes: int
     output_bytes: int
     gradient_bytes: int
+
+
+def backward_task_s(costs: StageCosts, *, split: bool) -> float:
+    """Seconds of the backward task: all of it, or its first part."""
+    return costs.backward_s - costs.weight_s + costs.split_s if split else costs.backward_s
 
 
 def stage_costs(profile: Profile, first_section: int, end_section: int, micro_batch_size: int) -> StageCosts:
@@ -52,6 +59,7 @@ def stage_costs(profile: Profile, first_section: int, end_section: int, micro_ba
         recompute_s=sum(cost.recompute_s for cost in costs),
         backward_s=sum(cost.backward_s for cost in costs),
         weight_s=sum(cost.weight_s for cost in costs),
+        split_s=sum(cost.split_s for cost in costs),
         activation_bytes=sum(cost.activation_bytes for cost in costs),
         weight_bytes=sum(cost.weight_bytes for cost in costs),
         workspace_bytes=max(cost.workspace_bytes for cost in costs),

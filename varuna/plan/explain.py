@@ -37,7 +37,8 @@ def select(candidates: Sequence[Candidate], num_rows: int) -> list[Candidate]:
 
 def choice_json(choice: Choice) -> str:
     """Plan, prediction without spans, candidates and reason. A step time of null: it does not fit."""
-    numbers = msgspec.to_builtins(choice)
+    names = ("plan", "prediction", "candidates", "reason")
+    numbers = {name: msgspec.to_builtins(getattr(choice, name)) for name in names}
     for pipeline in numbers["prediction"]["pipelines"]:
         for stage in pipeline["stages"]:
             del stage["spans"]

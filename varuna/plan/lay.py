@@ -146,7 +146,7 @@ def border_problem(
 ) -> BorderProblem:
     """What a table of borders is made of."""
     return BorderProblem(
-        runs=setting.sections.runs(point.micro_batch_size),
+        runs=setting.sections.runs(point.micro_batch_size, split=point.split),
         resident_bytes=setting.resident_bytes(point.num_pipelines),
         late_s=setting.late_s(placement, kind, point.micro_batch_size, split=point.split),
         num_micro_batches=num_micro_batches,

@@ -149,7 +149,7 @@ def _run(
 def arrays_of(setting: Setting, laid: Laid, plan: KindPlan) -> PipelineArrays:
     """A pipeline of one kind as the event loop takes it."""
     size = laid.point.micro_batch_size
-    runs = setting.sections.runs(size)
+    runs = setting.sections.runs(size, split=laid.point.split)
     edges = np.array(plan.borders.borders)
     first, end = edges[:-1], edges[1:]
     num_stages = plan.kind.num_stages
@@ -168,7 +168,7 @@ def arrays_of(setting: Setting, laid: Laid, plan: KindPlan) -> PipelineArrays:
     last_runs = runs
     if laid.point.num_pipelines == 1:  # the only pipeline has the short micro-batch
         last_runs = setting.sections.runs(
-            setting.wish.batch_size - (setting.num_micro_batches(size) - 1) * size
+            setting.wish.batch_size - (setting.num_micro_batches(size) - 1) * size, split=laid.point.split
         )
     durations_s = np.stack([_durations_s(setting, laid, plan, each) for each in (runs, last_runs)], axis=1)
     ways = setting.ways(plan.kind)

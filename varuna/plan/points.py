@@ -243,7 +243,7 @@ class PointMaker:
         slowest = np.full((len(self._table_sizes), count + 2), np.inf)
         for index, size in enumerate(self._table_sizes.tolist()):
             problem = BorderProblem(
-                runs=setting.sections.runs(size),
+                runs=setting.sections.runs(size, split=split),
                 resident_bytes=setting.residents.alone_bytes,
                 late_s=np.zeros((count + 1, count + 1)),
                 num_micro_batches=MANY,

@@ -24,6 +24,7 @@ class TaskCosts:
         recompute_s: forward done again before backward, random numbers set up anew.
         backward_s: the whole backward: input gradients and weight gradients.
         weight_s: the part of ``backward_s`` that a split backward can put off; 0 if it cannot be split.
+        split_s: by how much longer a split backward takes in all; spent in its first part.
         activation_bytes: kept from forward (or recompute) to the end of backward, without the section's input.
         weight_bytes: kept from the input-gradient part to the weight-gradient part of a split backward.
         workspace_bytes: needed during a task on top of all that is kept.
@@ -36,6 +37,7 @@ class TaskCosts:
     recompute_s: float
     backward_s: float
     weight_s: float = 0.0
+    split_s: float = 0.0
     activation_bytes: int = 0
     weight_bytes: int = 0
     workspace_bytes: int = 0
@@ -129,6 +131,8 @@ class Profile:
         ties: parameters shared between sections.
         within_machine, across_machines: links between two workers on one machine, on two.
         all_reduce: measured points; where none fits, the links' numbers are used.
+        reduces_beside: whether gradients are summed while tasks run, at no cost to them; processors without a
+            core to spare do one after the other.
         task_overhead_s: seconds that the engine adds to each task.
         step_overhead_s: seconds per step besides tasks, reduction and update: commit, report.
         num_refinements: steps whose measurements went into these numbers after the first profile.
@@ -149,6 +153,7 @@ class Profile:
     within_machine: LinkProfile
     across_machines: LinkProfile
     all_reduce: tuple[AllReducePoint, ...] = ()
+    reduces_beside: bool = True
     task_overhead_s: float = 0.0
     step_overhead_s: float = 0.0
     num_refinements: int = 0

@@ -3,8 +3,9 @@
 As ``varuna.run.reduce`` does it: gradients of sections with the same holders travel together in buckets; a
 bucket leaves once the last micro-batch's backward (or weight task) has passed its sections on every holder;
 parameters that several stages use are summed over all of their holders. Assumed: a worker takes part in one
-all-reduce at a time, in the order in which they become ready; computing does not slow down meanwhile; groups
-that leave the same machine share ``shared_bytes_per_s``.
+all-reduce at a time, in the order in which they become ready; computing does not slow down meanwhile (where
+``Profile.reduces_beside`` is False it would: there reductions are taken to come after it); groups that leave
+the same machine share ``shared_bytes_per_s``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def reduced_s(
             crossing[used] += 1
     free_s = np.zeros_like(end_s)
     for reduction in sorted(reductions, key=lambda reduction: float(reduction.ready_s.max())):
-        start_s = max(float(reduction.ready_s.max()), float(free_s[reduction.workers].max()))
+        ready_s = reduction.ready_s if profile.reduces_beside else end_s[reduction.workers]
+        start_s = max(float(ready_s.max()), float(free_s[reduction.workers].max()))
         duration_s = _duration_s(profile, reduction, machine_of[reduction.workers], crossing)
         free_s[reduction.workers] = start_s + duration_s
     return np.maximum(free_s, end_s)

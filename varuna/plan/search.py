@@ -124,7 +124,24 @@ class Search:
         for point in itertools.islice(near.values(), NUM_NEAR):
             self._explore(self.maker.near(point), budget + budget // 4)
         if self.best is not None:
+            self._spare(self.best.laid)
             self._polish(self.best, self.effort + budget // 8)
+
+    def _spare(self, best: Laid) -> None:
+        """Simulate the best without its deeper pipelines, some workers spare.
+
+        Pipelines with unlike borders sum gradients one group after the other, which only a whole plan's
+        prediction tells.
+        """
+        if not best.point.num_deeper:
+            return
+        near = self.maker.near(best.point)
+        alike = (near.num_deeper == 0) & (near.micro_batch_size == best.point.micro_batch_size)
+        for index in np.flatnonzero(alike).tolist():
+            for placement in placements_of(self.setting, near[index]):
+                laid = self._lay(near[index], placement, best.schedule)
+                if laid is not None:
+                    self._simulate(laid)
 
     @property
     def _enough_s(self) -> float:

@@ -125,6 +125,8 @@ class Setting:
             ties_s = ties_s * max(1.0, (1 + placement.groups_per_machine * across) * self.link_share)
         runs = self.sections.runs(micro_batch_size)
         last_s = (runs.weight_s if split else runs.backward_s) / float(kind.speed.min())
+        if not self.profile.reduces_beside:
+            last_s = np.zeros_like(last_s)
         whole_s = np.maximum(0.0, last_s[None, :] - last_s[:, None])
         own_s = np.diff(last_s, prepend=0.0)  # of the section before an index
         first_s = np.append(np.diagonal(reduce_s, offset=1), 0.0)  # of the section that is ready last

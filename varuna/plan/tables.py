@@ -76,7 +76,7 @@ class SectionTable:
         values = np.asarray(costs, dtype=np.float64)
         self.sizes = np.asarray(sizes, dtype=np.float64)
         self.values = {name: np.ascontiguousarray(values[:, :, i]) for i, name in enumerate(_FIELDS)}
-        self._runs: dict[int, RunTable] = {}
+        self._runs: dict[tuple[int, bool], RunTable] = {}
 
     @cached_property
     def least_forward_share(self) -> float:
@@ -92,15 +92,16 @@ class SectionTable:
         """``[sizes, S]``: one field of every section at each of many sizes."""
         return _interpolate(self.sizes, self.values[name], micro_batch_sizes.astype(np.float64))
 
-    def runs(self, micro_batch_size: int) -> RunTable:
-        """Sums over runs of sections at one size."""
-        if micro_batch_size not in self._runs:
+    def runs(self, micro_batch_size: int, *, split: bool = False) -> RunTable:
+        """Sums over runs of sections at one size; ``split``: ``backward_s`` is that of both parts."""
+        key = (micro_batch_size, split)
+        if key not in self._runs:
             wanted = np.asarray([micro_batch_size], dtype=np.float64)
             values = {name: _interpolate(self.sizes, known, wanted)[0] for name, known in self.values.items()}
-            self._runs[micro_batch_size] = RunTable(
+            self._runs[key] = RunTable(
                 forward_s=_sums(values["forward_s"]),
                 recompute_s=_sums(values["recompute_s"]),
-                backward_s=_sums(values["backward_s"]),
+                backward_s=_sums(values["backward_s"] + split * values["split_s"]),
                 weight_s=_sums(values["weight_s"]),
                 activation_bytes=_sums(values["activation_bytes"]),
                 weight_bytes=_sums(values["weight_bytes"]),
@@ -108,7 +109,7 @@ class SectionTable:
                 forward_bytes=_cuts(values["output_bytes"]),
                 backward_bytes=_cuts(values["gradient_bytes"]),
             )
-        return self._runs[micro_batch_size]
+        return self._runs[key]
 
 
 @dataclass(frozen=True)

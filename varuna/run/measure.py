@@ -50,6 +50,10 @@ _MEMORY_SHARE = 0.6
 """Of the memory that is free, how much a measurement may take."""
 
 _MOST_PASSES = 8
+
+_HELD_UP = 1.5
+"""A task that took so many times its median was held up by something that has nothing to do with it."""
+
 _SHORTEST_S = 1e-7
 
 
@@ -274,11 +278,11 @@ class _Budget:
         spent_s = time.monotonic() - self._size_started_s
         if num_done < 2:
             return num_done == 0 or spent_s < self._total_s / 4
-        return num_done < _MOST_PASSES and spent_s < self._total_s / 40
+        return num_done < _MOST_PASSES and spent_s < self._total_s / 12
 
     def wants_split(self, num_done: int) -> bool:
-        """Whether backward in two parts is to be timed after this pass; twice, or once if time is short."""
-        return num_done <= (2 if time.monotonic() - self._size_started_s < self._total_s / 40 else 1)
+        """Whether backward in two parts is to be timed after this pass; once if time is short."""
+        return num_done <= (4 if time.monotonic() - self._size_started_s < self._total_s / 40 else 1)
 
     def end_size(self, took_s: float) -> None:
         """A size is done, everything included."""
@@ -326,17 +330,18 @@ def _seconds(samples: Mapping[int, _Samples]) -> float:
 
 
 def _costs(size: int, samples: _Samples) -> TaskCosts:
-    forward_s = _median(samples.times, lambda times: times.forward_s)
+    forward_s = _typical(samples.times, lambda times: times.forward_s)
     recompute = [times for times in samples.times if times.recompute_s]
     shares = [share for times in samples.times for share in times.weight_share]
-    backward_s = _median(samples.times, lambda times: times.backward_s)
+    backward_s = _typical(samples.times, lambda times: times.backward_s)
     share = statistics.median(shares) if shares else 0.0
     return TaskCosts(
         micro_batch_size=size,
         forward_s=forward_s,
-        recompute_s=_median(recompute, lambda times: times.recompute_s) if recompute else forward_s,
+        recompute_s=_typical(recompute, lambda times: times.recompute_s) if recompute else forward_s,
         backward_s=backward_s,
         weight_s=backward_s * share,
+        split_s=backward_s * _excess(samples.times),
         activation_bytes=max(held.activation_bytes for held in samples.sizes),
         weight_bytes=max(held.weight_bytes for held in samples.sizes),
         workspace_bytes=round(statistics.median(held.workspace_bytes for held in samples.sizes)),
@@ -345,5 +350,18 @@ def _costs(size: int, samples: _Samples) -> TaskCosts:
     )
 
 
-def _median(times: Sequence[SectionTimes], part: Callable[[SectionTimes], list[float]]) -> float:
-    return max(_SHORTEST_S, statistics.median(second for one in times for second in part(one)))
+def _excess(times: Sequence[SectionTimes]) -> float:
+    """By which share a split backward takes longer than a whole one of the same section."""
+    ratios = [
+        statistics.median(one.split_s) / max(_SHORTEST_S, statistics.median(one.backward_s))
+        for one in times
+        if one.split_s
+    ]
+    return max(0.0, statistics.median(ratios) - 1) if ratios else 0.0
+
+
+def _typical(times: Sequence[SectionTimes], part: Callable[[SectionTimes], list[float]]) -> float:
+    """What a step's many tasks take on average: the mean, without the few that something else held up."""
+    seconds = [second for one in times for second in part(one)]
+    limit_s = _HELD_UP * statistics.median(seconds)
+    return max(_SHORTEST_S, statistics.fmean(second for second in seconds if second <= limit_s))

@@ -75,11 +75,12 @@ class SectionBytes:
 
 @dataclass(kw_only=True)
 class SectionTimes:
-    """Seconds of one section, one entry per pass; of a split backward the share of its second part."""
+    """Seconds of one section, one entry per pass; of a split backward both parts and the second's share."""
 
     forward_s: list[float] = field(default_factory=list)
     recompute_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
+    split_s: list[float] = field(default_factory=list)
     weight_share: list[float] = field(default_factory=list)
 
 
@@ -175,6 +176,7 @@ def split_pass(
     clock.finish()
     for index, (first, second) in spans.items():
         first_s, second_s = clock.seconds(*first), clock.seconds(*second)
+        times[index].split_s.append(first_s + second_s)
         times[index].weight_share.append(second_s / max(first_s + second_s, _SHORTEST_S))
     return kept
 

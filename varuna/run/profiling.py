@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -363,9 +365,16 @@ def _join(request: ProfileRequest, order: _Order, parts: Sequence[_Part], path: 
         within_machine=links.within,
         across_machines=links.across,
         all_reduce=links.all_reduce,
+        reduces_beside=world.device.type != "cpu" or _has_spare_cores(order.places),
         task_overhead_s=task_overhead_s(),
         step_overhead_s=min(commits, default=0.0),
     )
+
+
+def _has_spare_cores(places: Sequence[_Place]) -> bool:
+    """Whether this machine has, for each of its workers, a core besides those that compute."""
+    num_here = max(Counter(place.machine for place in places).values())
+    return len(os.sched_getaffinity(0)) >= num_here * (torch.get_num_threads() + 1)
 
 
 def _cluster(places: Sequence[_Place]) -> Cluster:

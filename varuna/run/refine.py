@@ -21,7 +21,7 @@ import msgspec
 from torch.distributed import DistError  # type: ignore[attr-defined]
 
 from varuna.errors import ConfigError
-from varuna.plan.costs import StageCosts, stage_costs
+from varuna.plan.costs import backward_task_s, stage_costs
 from varuna.plan.profile import Profile, SectionProfile, TaskCosts
 from varuna.plan.profile_file import write_profile
 from varuna.plan.spans import COMMIT, UPDATE, StepSpans
@@ -195,7 +195,7 @@ def _factors(profile: Profile, seen: StageObservation) -> _Factors:
     costs = stage_costs(profile, seen.first_section, seen.end_section, seen.micro_batch_size)
     is_split = TaskKind.WEIGHT.value in seen.task_s
     forward = _factor(profile, seen.task_s, TaskKind.FORWARD, costs.forward_s, 1.0)
-    backward = _factor(profile, seen.task_s, TaskKind.BACKWARD, _backward_s(costs, is_split), forward)
+    backward = _factor(profile, seen.task_s, TaskKind.BACKWARD, backward_task_s(costs, split=is_split), forward)
     update_s = sum(section.update_s for section in profile.sections[seen.first_section : seen.end_section])
     return _Factors(
         forward=forward,
@@ -204,10 +204,6 @@ def _factors(profile: Profile, seen: StageObservation) -> _Factors:
         weight=_factor(profile, seen.task_s, TaskKind.WEIGHT, costs.weight_s, backward),
         update=_clipped(seen.update_s / update_s) if seen.update_s > 0 and update_s > 0 else 1.0,
     )
-
-
-def _backward_s(costs: StageCosts, is_split: bool) -> float:
-    return costs.backward_s - costs.weight_s if is_split else costs.backward_s
 
 
 def _factor(
@@ -246,6 +242,7 @@ def _scaled_costs(costs: TaskCosts, factors: _Factors) -> TaskCosts:
         recompute_s=costs.recompute_s * factors.recompute,
         backward_s=(costs.backward_s - costs.weight_s) * factors.backward + weight_s,
         weight_s=weight_s,
+        split_s=costs.split_s * factors.backward,
     )
 
 
