@@ -26,6 +26,7 @@ from pathlib import Path
 
 from varuna.config import cache_dir
 from varuna.errors import ConfigError, RunError
+from varuna.launch.processes import die_with_parent
 from varuna.morph.client import RunClient
 from varuna.morph.runs import living_runs
 from varuna.morph.views import LoggedEvent, WorkerState
@@ -76,7 +77,13 @@ def replay(
         )
     environ = dict(os.environ if environ is None else environ)
     command = [sys.executable, "-m", "varuna", "run", "--workers", str(num_workers), "--morph", *arguments]
-    process = subprocess.Popen(command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509
+    )
     try:
         job = _Job(process, cache_dir(environ), num_workers, say)
         job.wait_until_running(start_s)
@@ -177,7 +184,11 @@ class _Job:
         worker = self._worker_of(machine)
         if worker is not None:
             self._say(f"{self._now_s():6.1f} s: worker {self._workers[machine]} has {notice_s:g} s left")
-            self.client.preempt(worker.incarnation, notice_s)
+            try:
+                self.client.preempt(worker.incarnation, notice_s)
+            except ConfigError:
+                if self._worker_of(machine) is not None:  # it has not just ended by itself
+                    raise
 
     def change(self, change: FleetChange) -> None:
         """Machines go and come."""
