@@ -11,11 +11,12 @@ from pathlib import Path
 
 import varuna
 from varuna.launch.processes import kill_children, kill_group
-from varuna.launch.protocol import Channel, Report, Started, decode_report
+from varuna.launch.protocol import Channel, Exited, Report, Started, decode_report
 
 _CODE = "import sys; sys.path.append(sys.argv.pop(1)); from varuna.launch.zygote import main; main()"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # MKL follows OMP
 _ONE_THREAD_ALONE = ("OPENBLAS_NUM_THREADS",)  # numpy would start its threads before the fork
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a store that is gone is worth a page to torch, and told of anyway
 _EXIT_TIMEOUT_S = 1.0
 
 
@@ -27,7 +28,7 @@ def start_zygote(environ: Mapping[str, str], num_workers: int) -> tuple[subproce
     with its:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE, package_root, str(its.fileno())],
-            env={**dict.fromkeys(threads, "1"), **environ},
+            env={**dict.fromkeys(threads, "1"), **_QUIET, **environ},
             pass_fds=(its.fileno(),),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -46,12 +47,16 @@ class ZygoteProcess:
     def __init__(self, environ: Mapping[str, str], num_workers: int) -> None:
         kept = {name: value for name, value in environ.items() if name != "VARUNA_TOKEN"}
         self._process, self.channel = start_zygote(kept, num_workers)
-        self._group_ids: list[int] = []
+        self._group_ids: dict[str, int] = {}  # of the living, by name
 
     def reports(self) -> list[Report]:
         """What it has told since the last call."""
         reports = [decode_report(line) for line in self.channel.receive_lines()]
-        self._group_ids += [report.pid for report in reports if isinstance(report, Started)]
+        for report in reports:
+            if isinstance(report, Started):
+                self._group_ids[report.name] = report.pid
+            elif isinstance(report, Exited):
+                self._group_ids.pop(report.name, None)
         return reports
 
     def exit_code(self) -> int:
@@ -67,7 +72,7 @@ class ZygoteProcess:
             self._process.kill()
             self._process.wait()
         if self._process.returncode != 0:  # it did not come to end what it had forked
-            for group_id in self._group_ids:
+            for group_id in self._group_ids.values():
                 kill_group(group_id, signal.SIGKILL)
             self._group_ids.clear()
             kill_children()

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ _MANAGER_REST_S = 15.0
 """A manager that dies again and again is given up; this is often enough."""
 
 _POLL_S = 0.02
+_REST_STEP_S = 0.25
 _PATIENCE_S = 90.0
 _WITNESS = 1
 
@@ -96,7 +97,7 @@ class Soak:
         self._num_started = NUM_WORKERS
         self._counts: dict[str, int] = {}
         self._pending: dict[int, str] = {}  # kinds of faults that are to happen, by index in the script
-        self._doomed: dict[int, int] = {}  # to whom
+        self._doomed: dict[int, int] = {}  # workers that are lost by such faults, or soon; those delayed, too
         self._manager_killed_s = float("-inf")
         self._uses = Uses()
         self.allow(0)
@@ -156,11 +157,10 @@ class Soak:
             self._script_faults(draw, ())
             self._add_workers(1)
         else:
-            first = self._script_faults(draw, victims)
+            first = self._script_faults(replace(draw, kind=kind), victims)
             self._await(lambda: self._has_fired(first), f"{kind} of worker {victims[0]}")
-            if kind in ("freeze", "cut"):
-                name = victims[0]
-                self._await(lambda: name not in members(self._status()), f"worker {name} is fenced")
+            if kind not in ("delay", "short freeze"):
+                self._await(lambda: victims[0] not in members(self._status()), f"worker {victims[0]} is missed")
 
     def _script_faults(self, draw: Draw, victims: tuple[int, ...]) -> int:
         faults = faults_of(draw, victims, self._num_started)
@@ -179,7 +179,8 @@ class Soak:
     def _note_pending(self) -> None:
         for fired in self._script.fired():
             if kind := self._pending.pop(fired.index, ""):
-                del self._doomed[fired.index]
+                if kind in ("delay", "short freeze"):
+                    del self._doomed[fired.index]
                 self._count(kind)
 
     def _count(self, kind: str) -> None:
@@ -242,14 +243,15 @@ class Soak:
             others = [number for number in members(status) if number != _WITNESS and number not in doomed]
             return any(can_lose(status, (*doomed, number)) for number in others)
 
-        self._await(has_settled, "a generation in which a worker can be spared")
+        self._await(has_settled, "a generation in which a worker can be spared", step_s=_REST_STEP_S)
         status = self._status()
         self._measure(status)
         return status
 
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Let step after step run until something has happened."""
-        give_up_s = time.monotonic() + _PATIENCE_S
+    def _await(self, condition: Callable[[], bool], what: str, *, step_s: float = 0.0) -> None:
+        """Let step after step run, one every ``step_s`` seconds, until something has happened."""
+        next_s = time.monotonic()
+        give_up_s = next_s + _PATIENCE_S
         while not condition():
             if not self._is_alive():
                 raise RunError(f"The job ended while the soak waited for: {what}.")
@@ -257,8 +259,10 @@ class Soak:
                 raise RunError(f"Not within {_PATIENCE_S:g} s: {what}. {self._status()}")
             if self._limit >= self._num_steps:
                 raise RunError(f"The job's {self._num_steps} steps are over, but not the faults.")
-            if self._client is not None and self._status().num_committed >= self._limit:
+            now_s = time.monotonic()
+            if self._client is not None and now_s >= next_s and self._status().num_committed >= self._limit:
                 self.allow(self._limit + 1)
+                next_s = now_s + step_s
             time.sleep(_POLL_S)
 
     def _status(self) -> Status:
