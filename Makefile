@@ -28,8 +28,10 @@ $(VENV)/.demo:
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
+# Two at a time what can be; then, one by one, what starts whole jobs or has a bound on time.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not product and not gpu and not alone"
+	$(BIN)/python -m pytest -m "not product and not gpu and alone"
 
 # The full product of models, layouts, schedules and recompute: long.
 test-all: setup
