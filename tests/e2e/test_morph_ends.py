@@ -26,8 +26,8 @@ def test_a_commit_that_only_lost_workers_saw(start: Start, tmp_path: Path) -> No
     run.steps_done(8)
     wait_until(lambda: len(run.steps(2)) == len(run.steps(3)) == 8, 20, "workers 2 and 3 have made step 7")
     assert len(run.steps(0)) == len(run.steps(1)) == 7
-    for worker in (2, 3):
-        run.worker(worker).kill()
+    for doomed in [run.worker(2), run.worker(3)]:
+        doomed.kill()
     (tmp_path / "go").touch()
     run.limit(NUM_STEPS)
     assert " from step 8 on" in run.event("running", "generation 1 runs").text
@@ -91,7 +91,7 @@ def test_a_frozen_manager_is_replaced(start: Start) -> None:
     run.limit(NUM_STEPS)
     ended = run.ends_well()
     assert not manager.is_running()
-    assert "varuna: the manager has not been heard for " in ended.stderr
+    assert ended.stderr.count(" and is killed; training goes on meanwhile") == 1
     assert ended.stderr.count("the manager has ended by signal 9 and is started again") == 1
     run.is_exact()
 

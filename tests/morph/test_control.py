@@ -115,7 +115,7 @@ class Setup:
         self.mouth = Mouth()
         at.serve(self.mouth.app())
         self.control = ManagedControl(at.url, TOKEN, "vm.1.abcd")
-        wait_until(lambda: self.mouth.sockets, TIMEOUT_S, "it connects")
+        wait_until(lambda: self.control._link.is_connected, TIMEOUT_S, "it connects and has greeted")
 
     def say(self, message: ToWorker) -> None:
         self.at.loop.run(self.mouth.sockets[-1].send_bytes(encode(message)))

@@ -14,6 +14,7 @@ from varuna.morph.event_log import EventLog
 from varuna.morph.hub import RECONNECT_S, START_PATIENCE, Connection, Hub
 from varuna.morph.instructions import Instruction
 from varuna.morph.messages import (
+    Alive,
     Beat,
     Leave,
     LeaveAsked,
@@ -92,7 +93,19 @@ class Here:
             data = connection.queue.get_nowait()
             decode = decode_to_agent if connection is self.agent else decode_to_worker
             found.append(None if data is None else decode(data))
-        return found
+        return [message for message in found if not isinstance(message, Alive)]
+
+    def num_alive(self, connection: Connection) -> int:
+        """How often an agent would hear that the manager is at work."""
+        found = [connection.queue.get_nowait() for _ in range(connection.queue.qsize())]
+        return sum(data == encode(Alive()) for data in found)
+
+
+def test_agents_hear_about_once_a_second_that_the_manager_is_at_work() -> None:
+    here = Here(2)
+    here.sent(here.agent)
+    here.pass_time(20.0, "w0", "w1")
+    assert 18 <= here.num_alive(here.agent) <= 20
 
 
 def test_a_silent_worker_is_fenced_when_its_limit_is_over_and_not_before() -> None:

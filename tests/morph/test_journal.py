@@ -159,7 +159,7 @@ def test_heartbeats_are_not_written(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "job.sqlite") as database:
         rows = database.execute("SELECT sender, message FROM entries").fetchall()
     database.close()
-    assert rows == [("w0", '{"type":"Ready","digest":"d"}')]
+    assert rows == [("w0", '{"type":"Ready","digest":"d","store_address":""}')]
 
 
 def test_a_planner_that_changes_its_mind_is_asked_once(tmp_path: Path) -> None:

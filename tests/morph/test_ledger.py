@@ -68,7 +68,7 @@ def test_other_samples() -> None:
 
 def test_a_smaller_batch() -> None:
     entries = [next_entry(None, 0, 0, 6, ORDER)]
-    assert [finding.text for finding in audit(entries, ORDER)] == ["step 0 used 6 samples instead of 8"]
+    assert [finding.text for finding in audit(entries, ORDER)] == ["step 0 counted 6 samples instead of 8"]
 
 
 def test_a_generation_never_goes_back() -> None:

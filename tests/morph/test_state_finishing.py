@@ -82,9 +82,12 @@ def test_who_has_not_finished_follows_worker_0() -> None:
 def test_no_newcomer_is_taken_when_a_script_is_over() -> None:
     world = started(3, stages=(1,))
     finish(world, "w1")
+    for name in ("w0", "w2"):
+        world.freeze(world.workers[name])
     world.join()
-    run(world, lambda: world.manager.job.workers["w3"].status is WorkerStatus.READY)
+    run(world, lambda: bool(world.manager.job.with_status(WorkerStatus.READY)))
     world.kill(world.workers["w2"])
+    world.workers["w0"].frozen = False
     check_done(world)
     assert world.workers["w3"].num_applied == 0
 

@@ -241,7 +241,7 @@ def test_worker_0_lost_before_its_script_has_ended() -> None:
     world = started(3, stages=(1,))
     run(world, lambda: world.workers["w0"].num_applied == world.num_steps)
     world.freeze(world.workers["w0"])
-    run(world, lambda: not world.workers["w2"].is_alive and not world.workers["w1"].is_alive)
+    run(world, lambda: world.workers["w2"].mode == world.workers["w1"].mode == "finished")
     world.kill(world.workers["w0"])
     world.drain()
     assert world.manager.job.phase is Phase.FAILED

@@ -67,14 +67,14 @@ TRAINING = Training(
 )
 
 
-def work() -> list[tuple[float, tuple[int, int, str] | None]]:
+def work() -> list[tuple[float, list[object] | None]]:
     job, _ = TRAINING.job()
     found = []
     for _ in job.train(3):
         assert job._member is not None
         done: StepWork = job._member.generation.work()
         share = done.samples
-        found.append((done.busy_s, None if share is None else (share.first, share.end, share.digest)))
+        found.append((done.busy_s, None if share is None else [share.first, share.end, share.digest]))
     return found
 
 
@@ -87,6 +87,6 @@ def test_the_first_stage_of_each_pipeline_tells_its_samples() -> None:
     (first, end, _), (then, last, _) = shares[0][0], shares[2][0]
     assert (first, end, last) == (0, then, 7)
     for step in range(3):
-        assert shares[0][step] == (0, end, digest_of(ids[step][:end]))
-        assert shares[2][step] == (end, 7, digest_of(ids[step][end:]))
+        assert shares[0][step] == [0, end, digest_of(ids[step][:end])]
+        assert shares[2][step] == [end, 7, digest_of(ids[step][end:])]
     assert all(busy_s > 0 for one in workers for busy_s, _ in one)

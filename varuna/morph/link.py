@@ -207,8 +207,9 @@ class Link:
         async with session.ws_connect(
             self._url, params=self._query, max_msg_size=0, heartbeat=_PING_S
         ) as socket:
+            greeting = self._greeting()
             self._is_connected.set()
-            for data in self._greeting():
+            for data in greeting:
                 await socket.send_bytes(data)
             reader = asyncio.ensure_future(self._read(socket))
             writer = asyncio.ensure_future(self._write(socket))

@@ -84,7 +84,7 @@ class Generation:
         self.parameters = parameters
         self.partitions = partitions
         self.job = job
-        self._hang_up = hang_up
+        self.hang_up = hang_up
         self._channels: StageChannels | None = None
         self._worker: StageWorker | None = None
         self._num_evaluations = 0
@@ -182,7 +182,7 @@ class Generation:
         """The disorderly end: neighbours hear of it at once, and no wait here lasts; from any thread."""
         self.is_aborted = True
         self.calls.abort(reason)
-        self._hang_up()
+        self.hang_up()
         if self._channels is not None:
             self._channels.close(reason, timeout_s=0.5)
         self.groups.close()

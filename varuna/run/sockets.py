@@ -56,8 +56,23 @@ def shut_down_connections(host: str, port: int) -> None:
     for descriptor in _socket_inodes():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
             is_ip = duplicate.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and duplicate.getpeername()[:2] == (host, port):
+            if is_ip and _plain(duplicate.getpeername()) == (host, port):
                 duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def shut_down_store(store: Store) -> None:
+    """Shut down this process's connections to a store; whoever waits for an answer gets an error."""
+    port = _port_of(store)
+    for descriptor in _socket_inodes() if port is not None else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            is_ip = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and duplicate.getpeername()[1] == port:
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(name: tuple[str, int]) -> tuple[str, int]:
+    """Address and port; an IPv4 address that an IPv6 socket uses as what it is."""
+    return name[0].removeprefix("::ffff:"), name[1]
 
 
 def _port_of(store: Store) -> int | None:
