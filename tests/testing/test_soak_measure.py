@@ -23,19 +23,19 @@ def test_what_stays_within_its_first_range_is_flat() -> None:
 
 
 def test_what_grows_is_told() -> None:
-    assert uses(list(range(30))).growth() == ["worker 1: 19 threads at first, 29 later"]
+    assert uses(list(range(30))).growth() == ["worker 1: 20 threads at first, 29 later"]
     growing = Uses()
     for generation in range(40):
         use = Use(
             generation=generation,
             num_threads=9,
             num_fds=20 + generation,
-            resident_bytes=(100 + 2 * generation) << 20,
+            resident_bytes=(100 + 3 * generation) << 20,
         )
         growing.add("launcher", use)
     assert growing.growth() == [
         "launcher: 47 descriptors at first, 59 later",
-        "launcher: 154 MiB at first, 178 MiB later",
+        "launcher: 181 MiB at first, 217 MiB later",
     ]
 
 

@@ -1,7 +1,8 @@
 """Connections that go dead without a word, as if a cable were cut: what a process cannot tell from patience.
 
 For Linux, without privileges: a filter on each socket drops whatever arrives, acknowledgements too, and pacing
-holds back what is sent. Connections that are made afterwards work, as when the cable is plugged in again.
+holds back what is sent: of that a little comes through, ever more seldom, as the kernel sends it again.
+Connections that are made afterwards work, as when the cable is plugged in again.
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from varuna.morph.views import Status
 from varuna.testing.faults import Fault, Point
 
 STEP_POINTS: tuple[Point, ...] = ("step", "forward", "final backward", "reduce", "commit", "committed")
+_STAGE_POINTS: tuple[Point, ...] = ("forward", "final backward", "reduce")
 JOIN_POINTS: tuple[Point, ...] = ("start", "join", "form")
 
 _WEIGHTS = {
@@ -104,14 +107,26 @@ def choose_victims(
     return chosen
 
 
-def faults_of(draw: Draw, victims: Sequence[int], newcomer: int) -> tuple[Fault, ...]:
+def faults_of(
+    draw: Draw, victims: Sequence[int], newcomer: int, spares: Collection[int] = ()
+) -> tuple[Fault, ...]:
     """What to put into the script of faults; nothing for what is done from outside.
 
     Args:
         draw: what chance says.
         victims: who is hit.
         newcomer: the number that the next newcomer will have.
+        spares: workers that have no stage, and so do not come to most points.
     """
+    faults = _faults_of(draw, victims, newcomer)
+    is_far = [fault.worker in spares and fault.point in _STAGE_POINTS for fault in faults]
+    return tuple(
+        msgspec.structs.replace(fault, point="commit") if far else fault
+        for fault, far in zip(faults, is_far, strict=True)
+    )
+
+
+def _faults_of(draw: Draw, victims: Sequence[int], newcomer: int) -> tuple[Fault, ...]:
     first, second = draw.points
     match draw.kind:
         case "kill" | "kill two":

@@ -22,6 +22,7 @@ from varuna.testing.soak_choice import (
     draw_faults,
     faults_of,
     members,
+    number_of,
 )
 from varuna.testing.soak_measure import Uses, processes_of, use_of
 
@@ -31,6 +32,7 @@ _MANAGER_REST_S = 15.0
 
 _POLL_S = 0.02
 _REST_STEP_S = 0.25
+_LAG_S = 1.0
 _PATIENCE_S = 90.0
 _WITNESS = 1
 
@@ -132,6 +134,7 @@ class Soak:
     def allow(self, num_steps: int) -> None:
         """Steps up to here may run."""
         self._limit = min(num_steps, self._num_steps)
+        self._allowed_s = time.monotonic()
         part = self._directory / "limit.part"
         part.write_text(str(self._limit))
         part.rename(self._directory / "limit")
@@ -154,16 +157,17 @@ class Soak:
         elif kind == "notice":
             self._notice(victims[0], 30.0 if draw.has_deadline else 0.0)
         elif kind == "kill a newcomer":
-            self._script_faults(draw, ())
+            self._script_faults(draw, (), status)
             self._add_workers(1)
         else:
-            first = self._script_faults(replace(draw, kind=kind), victims)
+            first = self._script_faults(replace(draw, kind=kind), victims, status)
             self._await(lambda: self._has_fired(first), f"{kind} of worker {victims[0]}")
             if kind not in ("delay", "short freeze"):
                 self._await(lambda: victims[0] not in members(self._status()), f"worker {victims[0]} is missed")
 
-    def _script_faults(self, draw: Draw, victims: tuple[int, ...]) -> int:
-        faults = faults_of(draw, victims, self._num_started)
+    def _script_faults(self, draw: Draw, victims: tuple[int, ...], status: Status) -> int:
+        spares = {number_of(one.incarnation) for one in status.workers if one.position == "spare"}
+        faults = faults_of(draw, victims, self._num_started, spares)
         first = self._script.add(*faults)
         for index, fault in enumerate(faults, first):
             self._pending[index] = draw.kind
@@ -195,7 +199,7 @@ class Soak:
     def _kill_worker(self, number: int, after_s: float) -> None:
         """Wherever it is then; more often than not in the middle of a step."""
         self._say(f"kill at any time: worker {number}, after {after_s:.2f} s")
-        pid = processes_of(self._launcher_pid)[f"varuna-worker-{number}"]
+        pid = _pid_of(self._status(), number)
         kill_s = time.monotonic() + after_s
         self.allow(self._limit + 4)
         self._await(lambda: time.monotonic() >= kill_s, "its time")
@@ -260,10 +264,14 @@ class Soak:
             if self._limit >= self._num_steps:
                 raise RunError(f"The job's {self._num_steps} steps are over, but not the faults.")
             now_s = time.monotonic()
-            if self._client is not None and now_s >= next_s and self._status().num_committed >= self._limit:
+            if self._client is not None and now_s >= next_s and self._may_step(now_s):
                 self.allow(self._limit + 1)
                 next_s = now_s + step_s
             time.sleep(_POLL_S)
+
+    def _may_step(self, now_s: float) -> bool:
+        """Whether all steps that were allowed are done; a manager that was killed may have missed the last."""
+        return self._status().num_committed >= self._limit or now_s > self._allowed_s + _LAG_S
 
     def _status(self) -> Status:
         return self._ask(lambda client: client.status())
@@ -290,9 +298,13 @@ class Soak:
     def _measure(self, status: Status) -> None:
         processes = processes_of(self._launcher_pid)
         self._uses.add("launcher", use_of(self._launcher_pid, status.generation))
-        self._uses.add(f"worker {_WITNESS}", use_of(processes[f"varuna-worker-{_WITNESS}"], status.generation))
+        self._uses.add(f"worker {_WITNESS}", use_of(_pid_of(status, _WITNESS), status.generation))
         if manager := processes.get("varuna-manager"):
             self._uses.add(f"manager {manager}", use_of(manager, status.generation))
+
+
+def _pid_of(status: Status, number: int) -> int:
+    return next(one.pid for one in status.workers if number_of(one.incarnation) == number)
 
 
 def _alive(status: Status) -> list[WorkerState]:
