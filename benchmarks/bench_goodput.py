@@ -101,7 +101,7 @@ def real(trace: FleetTrace, options: FleetOptions) -> ReplayResult:
 
 
 def main() -> None:
-    made = report.parser(__doc__ or "", speed=6, seed=2)
+    made = report.parser(__doc__ or "", speed=6, seed=6)
     made.add_argument(
         "--traces", type=Path, default=os.environ.get("VARUNA_TRACES"), help="folder of the traces"
     )
