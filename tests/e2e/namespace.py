@@ -10,15 +10,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-OUTSIDE, INSIDE = "10.213.77.1", "10.213.77.2"
 _CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """One that exists; addresses of the two ends of its cable are ``OUTSIDE`` and ``INSIDE``."""
+    """One that exists, or whose name is known.
+
+    Attributes:
+        name: of it.
+        outside, inside: addresses of the two ends of its cable.
+    """
 
     name: str
+
+    @property
+    def outside(self) -> str:
+        return f"{self._network}.1"
+
+    @property
+    def inside(self) -> str:
+        return f"{self._network}.2"
+
+    @property
+    def _network(self) -> str:
+        return f"10.213.{int(self.name[2:]) % 254}"
 
     def unplug(self) -> None:
         """From now on nothing goes through, and nobody is told."""
@@ -29,19 +45,21 @@ class Namespace:
 def namespace() -> Iterator[Namespace]:
     """Exists while the block runs."""
     name = f"vr{os.getpid()}"
+    made = Namespace(name)
     _ip("netns", "add", name)
     try:
         _ip("link", "add", f"{name}o", "type", "veth", "peer", "name", f"{name}i", "netns", name)
-        _ip("addr", "add", f"{OUTSIDE}/30", "dev", f"{name}o")
+        _ip("addr", "add", f"{made.outside}/30", "dev", f"{name}o")
         _ip("link", "set", f"{name}o", "up")
         for arguments in (
-            ("addr", "add", f"{INSIDE}/30", "dev", f"{name}i"),
+            ("addr", "add", f"{made.inside}/30", "dev", f"{name}i"),
             ("link", "set", f"{name}i", "up"),
         ):
             _ip("netns", "exec", name, "ip", *arguments)
         _ip("netns", "exec", name, "ip", "link", "set", "lo", "up")
-        yield Namespace(name)
+        yield made
     finally:
+        subprocess.run(["ip", "link", "delete", f"{name}o"], check=False)  # whoever still lives there keeps it
         _ip("netns", "delete", name)
 
 

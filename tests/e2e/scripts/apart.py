@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.e2e.namespace import INSIDE, OUTSIDE, enter
-from varuna.launch.processes import die_with_parent
+from tests.e2e.namespace import Namespace, enter
+from varuna.launch.processes import die_with_parent, set_process_name
 
 
 def relay(listeners: dict[socket.socket, tuple[str, int]]) -> None:
@@ -41,29 +41,33 @@ def relay(listeners: dict[socket.socket, tuple[str, int]]) -> None:
                 key.fileobj.close()
 
 
-def go_apart(name: str) -> None:
+def go_apart(there: Namespace) -> None:
     """Leave a relay outside, and go in."""
     manager, store = urlsplit(os.environ["VARUNA_MANAGER"]), int(os.environ["MASTER_PORT"])
     assert manager.port is not None
     listeners = {
-        socket.create_server((OUTSIDE, 0)): ("127.0.0.1", manager.port),
-        socket.create_server((OUTSIDE, 0)): ("127.0.0.1", store),
+        socket.create_server((there.outside, 0)): ("127.0.0.1", manager.port),
+        socket.create_server((there.outside, 0)): ("127.0.0.1", store),
     }
     if os.fork() == 0:
         die_with_parent(9)
+        set_process_name("relay")
         relay(listeners)
     to_manager, to_store = (listener.getsockname()[1] for listener in listeners)
     for listener in listeners:
         listener.close()
     os.environ.update(
-        VARUNA_MANAGER=f"http://{OUTSIDE}:{to_manager}", MASTER_ADDR=OUTSIDE, MASTER_PORT=str(to_store)
+        VARUNA_MANAGER=f"http://{there.outside}:{to_manager}",
+        MASTER_ADDR=there.outside,
+        MASTER_PORT=str(to_store),
     )
-    enter(name)
+    enter(there.name)
 
 
 _, _, worker, name = sys.argv
 is_apart = os.environ["VARUNA_INCARNATION"].rsplit(".", 2)[1] == worker
-os.environ["VARUNA_ADDRESS"] = INSIDE if is_apart else OUTSIDE
+there = Namespace(name)
+os.environ["VARUNA_ADDRESS"] = there.inside if is_apart else there.outside
 if is_apart:
-    go_apart(name)
+    go_apart(there)
 runpy.run_path(str(Path(__file__).with_name("morphing.py")), run_name="__main__")
