@@ -85,8 +85,7 @@ def main() -> None:
         clip_grad_norm=1.0,
         seed=args.seed,
     )
-    is_first = job.rank == 0
-    if is_first:
+    if job.rank == 0:
         say(f"Text: {data.num_bytes / 1e6:.1f} MB from {data.source}.")
         say(f"Model: {num_parameters / 1e6:.1f} M parameters, {args.layers} blocks of width {args.width}.")
 
@@ -100,7 +99,7 @@ def main() -> None:
     duration_s = time.monotonic() - started_s
 
     weights = job.full_state_dict()  # on worker 0; empty on the others
-    if not is_first:
+    if job.rank != 0:  # asked now: whoever was worker 0 at the start may be gone
         return
     whole = GPT(config).eval()
     whole.load_state_dict(weights)
