@@ -15,7 +15,8 @@ from pathlib import Path
 from tests.launch.jobs import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-HERE = "10.213.78.1"
+NETWORK = f"10.214.{os.getpid() % 254}"  # tests may run side by side
+HERE = f"{NETWORK}.1"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def machines(directory: Path, *names: str) -> Iterator[Machines]:
         _ip("link", "set", bridge, "up")
         addresses, daemons, namespaces = {}, {}, {}
         for index, name in enumerate(names):
-            address = f"10.213.78.{10 + index}"
+            address = f"{NETWORK}.{10 + index}"
             namespaces[name] = _plug_in(stack, bridge, f"vm{index}x{os.getpid()}", address)
             daemons[name] = _start_sshd(stack, directory, key, namespaces[name], address)
             addresses[name] = address

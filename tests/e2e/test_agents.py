@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.jobs import Warm
 from tests.e2e.machines import Cluster
 from tests.e2e.morphing import NUM_STEPS
-from tests.e2e.namespace import INSIDE, OUTSIDE, Namespace, namespace
+from tests.e2e.namespace import Namespace, namespace
 from tests.launch.jobs import wait_until
 
 Machines = Callable[..., Cluster]
@@ -114,8 +114,8 @@ def test_a_machine_leaves_when_it_is_told_to(machines: Machines) -> None:
 
 
 def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
-    """Training goes on, agents and workers find it again, and it knows what it knew."""
-    cluster = machines(limit=8)
+    """With the store in which the first generation meets: agents and workers find it again, nothing is lost."""
+    cluster = machines(limit=6)  # before it compares workers' speeds: nothing is under way
     cluster.start_agent("a")
     cluster.start_agent("b")
     cluster.steps_done(5)
@@ -125,12 +125,11 @@ def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
     assert cluster.join("manager") == -signal.SIGKILL
     wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "all of it is gone")
     cluster.limit(20)
-    steps = list(cluster.directory.glob("steps-*.jsonl"))
-    wait_until(lambda: all(len(path.read_text().splitlines()) == 20 for path in steps), 20, "training goes on")
     cluster.start_manager()
     assert cluster.url == url
     wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 20, "all are back")
     assert cluster.members() == members
+    cluster.steps_done(18)
     cluster.client.preempt("b")
     cluster.event("notice", "is asked to leave (user)")
     cluster.limit(NUM_STEPS)
@@ -182,7 +181,7 @@ def test_agents_that_cannot_take_part(machines: Machines, tmp_path: Path) -> Non
     assert "refuses this machine: the job's token is missing or wrong" in cluster.told("a")
     wrong.chmod(0o644)
     cluster.start_agent("b", 1, "--token-file", str(wrong))
-    assert cluster.join("b") == 2
+    assert cluster.join("b") == 1
     assert "can be read by others" in cluster.told("b")
     cluster.start_agent("c", 1, script="ends.py", arguments=("exit",))
     assert cluster.join("c") == 3
@@ -203,19 +202,17 @@ def apart() -> Iterator[Namespace]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_machines_with_addresses_of_their_own(machines: Machines, apart: Namespace) -> None:
     """One behind a cable, which leaves; one is added there."""
-    cluster = machines(limit=8, address=OUTSIDE)
+    cluster = machines(limit=8, address=apart.outside)
     cluster.start_agent("a")
     cluster.start_agent("b", namespace=apart.name)
     cluster.steps_done(5)
-    assert cluster.url.startswith(f"http://{OUTSIDE}:")
-    peers = {
-        (one.laddr.ip, one.raddr.ip)
-        for process in cluster.processes("b")
-        for one in process.net_connections()
-        if one.raddr
-    }
-    assert (INSIDE, OUTSIDE) in peers
-    assert all(pair[0] == INSIDE or pair[0] == pair[1] for pair in peers)
+    assert cluster.url.startswith(f"http://{apart.outside}:")
+    command = ["ip", "netns", "exec", apart.name, "ss", "-Htn", "state", "established"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    peers = {tuple(end.rpartition(":")[0].strip("[]") for end in line.split()[2:4]) for line in shown}
+    plain = {tuple(end.removeprefix("::ffff:") for end in pair) for pair in peers}
+    assert (apart.inside, apart.outside) in plain
+    assert {pair[0] for pair in plain} == {apart.inside}
     cluster.signal("b", signal.SIGTERM)
     cluster.event("notice", "(SIGTERM)")
     cluster.limit(20)

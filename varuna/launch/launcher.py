@@ -201,8 +201,8 @@ class Launcher(ABC):
         record = self._take_record(worker_index)  # its notice may still be in the pipe
         goes_on = self.supervisor.worker_exited(worker_index, report.code, report.at_s, time.monotonic())
         if self.agent is not None:
-            failure = "" if record is None else record.summary()
-            self.agent.worker_exited(worker_index, report.code, failure)
+            failure, code = ("", report.code) if record is None else (record.summary(), record.exit_code)
+            self.agent.worker_exited(worker_index, code, failure)
         if self.notices is not None:
             self.notices.worker_left(len(self._places))
         if goes_on and worker_index not in self._fenced:

@@ -94,6 +94,7 @@ class _MachineLauncher(Launcher):
         self._attempt = -1
         self._num_answered = 0  # offers
         self._is_welcome = False
+        self._is_over = False  # the manager has said so: it need not hear of anything any more
         self._heard_s = time.monotonic()
         self._has_said_away = False
         name = f"{offered.machine}-{secrets.token_hex(3)}"
@@ -108,7 +109,7 @@ class _MachineLauncher(Launcher):
         """See ``Launcher``."""
         super().close()
         if self._line is not None:
-            self._line.close(is_remote=True)
+            self._line.close(is_remote=not self._is_over)
             self._line = None
 
     def zygote_ready(self) -> None:
@@ -173,6 +174,7 @@ class _MachineLauncher(Launcher):
                 case StopWorker():
                     self.stop_worker(self.agent.worker_index_of(order.incarnation))
                 case JobEnded():
+                    self._is_over = True
                     if order.failure:
                         self.supervisor.job_failed(order.failure, now_s, order.code)
                     else:
