@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import varuna
 from tests.cases import jobs, plain
 from tests.cases.jobs import Training
+from varuna import cli
 from varuna.checkpoint.errors import StateError
 from varuna.errors import ConfigError, WeightsDiffer
 
@@ -93,7 +97,7 @@ def loaded_and_trained(training: Training, directory: str, saved: str) -> dict[s
     with job:
         before_bytes = bytes_read()
         job.load_pretrained(directory)
-        assert job.plan.num_workers == 4
+        assert job.plan.num_workers == int(os.environ["WORLD_SIZE"])
         read_bytes = bytes_read() - before_bytes
         held_bytes = sum(value.numel() * 4 for value in model.parameters() if not value.is_meta)
         steps = [dataclasses.asdict(step) for step in job.train(training.num_steps)]
@@ -185,3 +189,23 @@ def unlike_beside(training: Training, directory: str) -> str:
 def test_weights_that_are_not_loaded_must_still_be_equal_everywhere(gpt2: Path) -> None:
     results = jobs.run_workers(2, unlike_beside, training(Scored, num_stages=2), str(gpt2))
     assert results[1].startswith(f"{WeightsDiffer.__name__}: ")
+
+
+def test_from_a_directory_through_checkpoints_to_a_directory(gpt2: Path, tmp_path: Path) -> None:
+    """A job that goes on has its weights from the checkpoint, not from the directory again."""
+    url, saved = str(tmp_path / "run"), str(tmp_path / "state.safetensors")
+    options = {"clip_grad_norm": 1.0, "checkpoint": varuna.Checkpoints(url=url)}
+    first = training(gpt2_unlike_others, options=options)
+    one, two = (
+        jobs.collect(jobs.run_workers(2, loaded_and_trained, replace(first, num_steps=steps), str(gpt2), saved))
+        for steps in (2, 3)
+    )
+    assert (one.index, two.index) == ([0, 1], [2])
+    command = [url, str(tmp_path / "tuned"), "--huggingface", "--source", str(gpt2)]
+    exported = CliRunner().invoke(cli.main, ["checkpoint", "export", *command])
+    assert exported.exit_code == 0, exported.output
+    tuned, expected = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"), gpt2_unlike_others()
+    expected.load_state_dict(load_file(saved))
+    tokens = Text()[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(tuned.eval()(tokens).logits, expected.eval()(tokens).logits)
