@@ -15,7 +15,7 @@ from tests.launch.jobs import wait_until
 from varuna.clock import MonotonicClock
 from varuna.morph.hub import Hub
 from varuna.morph.planning import plan_for
-from varuna.morph.server import Server
+from varuna.morph.server import Server, request_log
 from varuna.morph.state import Manager
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Place:
         """Serve it; whoever tried to connect before has waited in the socket's queue."""
 
         async def start() -> None:
-            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+            self._runner = web.AppRunner(app, access_log=None, logger=request_log(), shutdown_timeout=0.5)
             await self._runner.setup()
             await web.SockSite(self._runner, self._listener.dup()).start()
 

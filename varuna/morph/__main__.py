@@ -25,7 +25,7 @@ from varuna.morph.journal import Journal, ResumedClock
 from varuna.morph.messages import Welcome
 from varuna.morph.planning import plan_for
 from varuna.morph.policy import Policy
-from varuna.morph.server import Server
+from varuna.morph.server import Server, request_log
 
 _TICKS_PER_LIMIT = 20
 _MOST_TICK_S = 0.25
@@ -77,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(hub: Hub, listener: socket.socket, token: str, tick_s: float) -> None:
-    runner = web.AppRunner(Server(hub, token).application(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    runner = web.AppRunner(
+        Server(hub, token).application(),
+        access_log=None,
+        logger=request_log(),
+        shutdown_timeout=_SHUTDOWN_S,
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

@@ -17,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 from msgspec import Struct
 
@@ -40,6 +42,17 @@ _MOST_WORKERS = 1024
 _MOST_SECONDS = 1e9
 _CLOSE_S = 1.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def request_log() -> logging.Logger:
+    """Where failures in answering go; what strangers send that is no HTTP is none, and is not written down."""
+    logger = logging.getLogger("varuna.morph.server")
+    logger.addFilter(_is_ours)
+    return logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 class Server:
