@@ -1,8 +1,8 @@
 """How long does training stand still when workers go and come? A GPT of 10 M parameters on 4 workers, 2 x 2.
 
 In each round one worker is killed, one is asked to leave, one is frozen; after each a new one joins. Times are
-those of the run's own events. What training loses is the time from the last step before to the second after,
-less what so many steps usually take with so many workers; so it includes what the first steps of a generation
+those of the run's own events. What training loses is the time from a generation's last step to the second
+one of the next, less two usual steps with so many workers; so it includes what first steps of a generation
 take longer. Parts are what the members told (``varuna/morph/times.py``). Seconds: lower is better.
 """
 
@@ -120,13 +120,9 @@ def _seconds(name: str, events: Sequence[LoggedEvent], began_s: float, usual: di
     after = [seconds_of(one) for one in since_running(events, members) if one.kind == "step"]
     if name == "SIGKILL to the next step, less a step":
         return after[0] - began_s - usual[members]
-    before = [
-        seconds_of(one)
-        for one in events[: len(events) - len(since_running(events, members))]
-        if one.kind == "step"
-    ]
-    other = WORKERS if members < WORKERS else WORKERS - 1
-    return after[SETTLED - 1] - before[0] - (len(before) - 1) * usual[other] - SETTLED * usual[members]
+    running_s = first(events, "running")
+    before = [seconds_of(one) for one in events if one.kind == "step" and seconds_of(one) <= running_s]
+    return after[SETTLED - 1] - before[-1] - SETTLED * usual[members]
 
 
 def _excess(events: Sequence[LoggedEvent], usual: dict[int, float]) -> float:
