@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Protocol, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -40,7 +39,6 @@ from varuna.run.optimizer import learning_rates
 from varuna.run.precision import LossScaler
 from varuna.run.random import preserved_generators
 from varuna.run.reform import Worker
-from varuna.run.sockets import shut_down_store
 from varuna.run.start import StartRequest, start_job, start_newcomer
 from varuna.run.startup import join_world
 from varuna.run.step_report import step_of
@@ -161,8 +159,6 @@ class Work:
     def _found(self, world: World) -> Member:
         """The first generation, with all the workers that were started together."""
         started = start_job(self._request, world, self._publish)
-        if self._control is not None:  # the others may go on without it, and meet elsewhere
-            started.generation.hang_up = partial(shut_down_store, world.store)
         member = self._member_of(started.worker, started.generation)
         self._describe(started.generation, started.choice)
         member.start()

@@ -32,7 +32,8 @@ class BusyTime:
     def begin(self) -> None:
         """Work begins."""
         if self._is_cuda:
-            self._events.append((self._event(), torch.cuda.Event(enable_timing=True)))
+            self._events.append((_event(), _event()))
+            self._events[-1][0].record(torch.cuda.current_stream(self._device))
         else:
             self._since_s = time.monotonic()
 
@@ -47,9 +48,9 @@ class BusyTime:
         """Since the last ``reset``; on a CUDA device this waits for what was handed to it."""
         if self._events:
             self._events[-1][1].synchronize()
-        return self._host_s + sum(first.elapsed_time(last) for first, last in self._events) / 1000.0
+        device_ms: float = sum(first.elapsed_time(last) for first, last in self._events)
+        return self._host_s + device_ms / 1000.0
 
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

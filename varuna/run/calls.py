@@ -42,18 +42,22 @@ class Calls:
         self._made = [0]
         self._is_alone = world.size == 1
         self._aborted = ""
-        if not self._is_alone:
-            weakref.finalize(self, _tell_end, self._store, world.rank, self._made)
+        self._end = weakref.finalize(self, _tell_end, self._store, world.rank, self._made)
+        if self._is_alone:
+            self._end.detach()
 
     def announce(self, call: str) -> None:
         """Tell that this worker makes this call now, without waiting for anybody."""
         self._made[0] += 1
+        if self._aborted:  # the store may not answer any more
+            raise PeerLost(f"Did not come to {call}: {self._aborted}.")
         if not self._is_alone:
             self._store.set(str(self._world.rank), f"{self._made[0]} {call}")
 
     def abort(self, reason: str) -> None:
         """End every wait of this generation's calls here, from any thread."""
         self._aborted = reason or "aborted"
+        self._end.detach()
 
     def meet(self, call: str) -> None:
         """Return when every worker has made this call; on rank 0, which may serve the store, also when every

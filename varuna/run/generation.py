@@ -84,7 +84,7 @@ class Generation:
         self.parameters = parameters
         self.partitions = partitions
         self.job = job
-        self.hang_up = hang_up
+        self._hang_up = hang_up
         self._channels: StageChannels | None = None
         self._worker: StageWorker | None = None
         self._num_evaluations = 0
@@ -103,6 +103,7 @@ class Generation:
         reducer.prepare()
         buffer_ranks = buffer_holders(self.plan, self.partitions)
         self.groups.prepare(buffer_ranks.values())
+        self.groups.everybody_is_here()
         if position is None:
             return
         pipeline = self.plan.pipelines[position.pipeline_index]
@@ -182,10 +183,10 @@ class Generation:
         """The disorderly end: neighbours hear of it at once, and no wait here lasts; from any thread."""
         self.is_aborted = True
         self.calls.abort(reason)
-        self.hang_up()
+        self._hang_up()
         if self._channels is not None:
             self._channels.close(reason, timeout_s=0.5)
-        self.groups.close()
+        self.groups.close(in_order=False)
         if self._worker is not None:
             self._worker.loader.close()  # last: it waits for a sample that is being read
 

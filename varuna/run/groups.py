@@ -28,6 +28,10 @@ from varuna.run.world import World, connect, store_is_served
 __all__ = ["Group", "Groups", "Pending", "World", "connect", "store_is_served"]
 
 
+HERE_TIMEOUT_S = 10.0
+"""How long members that have all been seen may take to connect to one another."""
+
+
 class Groups:
     """The process groups of one generation.
 
@@ -90,15 +94,22 @@ class Groups:
                 )
         return self._groups[members]
 
+    def everybody_is_here(self) -> None:
+        """All members have been seen: who forms a group with one that does not come gives up soon."""
+        self._forming_timeout = min(self._forming_timeout, timedelta(seconds=HERE_TIMEOUT_S))
+
     def all_reduce_sum(self, tensor: torch.Tensor, ranks: Iterable[int] | None = None) -> None:
         """Sum over ``ranks`` (default: all workers) in place."""
         (self.all if ranks is None else self.of(ranks)).all_reduce_sum(tensor)
 
-    def close(self) -> None:
+    def close(self, *, in_order: bool = True) -> None:
         """End the generation's groups: sockets and threads closed, its keys deleted (by rank 0). Idempotent.
 
         Orderly, when no collective is under way, or disorderly, from any thread: whoever is blocked in one,
         here or on a peer, gets ``PeerLost`` at once.
+
+        Args:
+            in_order: False: its store may not answer any more, so keys stay.
         """
         self._is_closed = True
         groups, self._groups = self._groups, {}
@@ -108,7 +119,7 @@ class Groups:
             group.is_closed = True
             if process_group is not None:
                 process_group.shutdown()  # type: ignore[attr-defined]
-        if self.world.size > 1 and groups and self.world.rank == 0:
+        if in_order and self.world.size > 1 and groups and self.world.rank == 0:
             with contextlib.suppress(RuntimeError):  # the store went first; nobody reads these keys again
                 for key in self._store.list_keys():
                     self._store.delete_key(key)

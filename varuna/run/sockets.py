@@ -60,16 +60,6 @@ def shut_down_connections(host: str, port: int) -> None:
                 duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def shut_down_store(store: Store) -> None:
-    """Shut down this process's connections to a store; whoever waits for an answer gets an error."""
-    port = _port_of(store)
-    for descriptor in _socket_inodes() if port is not None else ():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            is_ip = duplicate.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and duplicate.getpeername()[1] == port:
-                duplicate.shutdown(socket.SHUT_RDWR)
-
-
 def _plain(name: tuple[str, int]) -> tuple[str, int]:
     """Address and port; an IPv4 address that an IPv6 socket uses as what it is."""
     return name[0].removeprefix("::ffff:"), name[1]
