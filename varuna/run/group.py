@@ -78,13 +78,21 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send to world rank ``to``; it returns when the peer has received. Contiguous tensors only."""
+        self.start_send(tensor, to).wait()
+
+    def start_send(self, tensor: torch.Tensor, to: int) -> Pending:
+        """Begin to send; several to one peer arrive in this order. Keep the tensor until ``wait`` is over."""
         peer = self.ranks.index(to)
-        self._start(f"send to worker {to}", lambda group: group.send([tensor], peer, 0)).wait()
+        return self._start(f"send to worker {to}", lambda group: group.send([tensor], peer, 0))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (same size and dtype as sent) from world rank ``source``."""
+        self.start_receive(tensor, source).wait()
+
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin to fill ``tensor``; several from one peer are filled in this order."""
         peer = self.ranks.index(source)
-        self._start(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0)).wait()
+        return self._start(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0))
 
     def send_bytes(self, data: bytes, to: int) -> None:
         """Send bytes of any length to world rank ``to``."""

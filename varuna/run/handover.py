@@ -2,7 +2,8 @@
 
 Every member of the generation walks the same list of transfers and takes part in its own, so two workers meet
 at the same transfer and nobody waits in a circle. The destination says what it lacks (a tied weight may be here
-already), the source answers with a header and the tensors.
+already), the source answers with a header and the tensors, all of a section at once: one after the other, each
+would cost a way there and back.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ def _send(group: Group, transfer: SectionTransfer, states: SectionStates) -> Non
         )
     header, tensors = states.take_out(wanted)
     group.send_bytes(encode_header(header), transfer.destination)
-    for tensor in tensors:
-        if tensor.numel():
-            group.send(group.place(tensor).contiguous(), transfer.destination)
+    placed = [group.place(tensor).contiguous() for tensor in tensors if tensor.numel()]
+    under_way = [group.start_send(tensor, transfer.destination) for tensor in placed]
+    for pending in under_way:
+        pending.wait()
 
 
 def _receive(group: Group, transfer: SectionTransfer, states: SectionStates, wanted: tuple[str, ...]) -> None:
@@ -76,10 +78,11 @@ def _receive(group: Group, transfer: SectionTransfer, states: SectionStates, wan
             f"What worker {transfer.source} sent for section {transfer.section_index} is no header: {error}."
         ) from error
     tensors = states.empty(header)
-    for tensor in tensors:
-        if tensor.numel():
-            placed = group.place(tensor)
-            group.receive(placed, transfer.source)
-            if placed is not tensor:
-                tensor.copy_(placed)
+    placed = [group.place(tensor) for tensor in tensors]
+    under_way = [group.start_receive(tensor, transfer.source) for tensor in placed if tensor.numel()]
+    for pending in under_way:
+        pending.wait()
+    for tensor, arrived in zip(tensors, placed, strict=True):
+        if arrived is not tensor:
+            tensor.copy_(arrived)
     states.put_in(header, tensors)
