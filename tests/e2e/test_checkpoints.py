@@ -84,8 +84,8 @@ def test_all_holders_of_a_section_are_killed_and_the_job_goes_back(start: Start,
 
 
 def test_one_is_killed_while_the_job_goes_back(start: Start, tmp_path: Path) -> None:
-    """Worker 0 dies before it has met the others, who go back again; a newcomer takes part."""
-    faults = [fault("kill", 2, "forward", 13), fault("kill", 0, "form", 10)]
+    """Worker 1 dies before it has met the others, who go back again; a newcomer takes part."""
+    faults = [fault("kill", 2, "forward", 13), fault("kill", 1, "form", 10)]
     run = start(*faults, stages=4, limit=13, environ=saved_in(tmp_path / "saved"))
     run.event("checkpoint", "step 10 is saved")
     run.client.add_workers(1)
