@@ -1,4 +1,4 @@
-"""Every error Varuna raises on purpose, as one tree.
+"""Every error Varuna raises on purpose, as one tree::
 
     VarunaError
     ├── UserError (also ValueError): something the user gave cannot work; nothing was changed
