@@ -91,6 +91,11 @@ class Run:
             self._client = RunClient(run, self._cache_dir)
         return self._client
 
+    def add(self, *faults: Fault) -> None:
+        """More that is to happen, from now on."""
+        self.script.add(*faults)
+        self._num_faults += len(faults)
+
     def limit(self, num_steps: int) -> None:
         """Steps up to here may run."""
         (self.directory / "limit.part").write_text(str(num_steps))

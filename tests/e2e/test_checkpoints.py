@@ -28,7 +28,7 @@ from varuna.checkpoint.store import open_store
 Life = Callable[..., Run]
 
 
-def saved_in(place: Path, every: int = 5, keep: int = 20) -> dict[str, str]:
+def saved_in(place: Path, every: int = 10, keep: int = 20) -> dict[str, str]:
     """The environment of a job with checkpoints."""
     return {
         "VARUNA_CHECKPOINT": str(place),
@@ -107,7 +107,7 @@ def test_a_worker_is_killed_in_a_save_and_others_complete_it(
 ) -> None:
     """Two pipelines: what the dead one owed has been kept by its replica; the first survivor commits."""
     place = tmp_path / "saved"
-    run = start(fault("kill", worker, point), limit=8, environ=saved_in(place, every=10))
+    run = start(fault("kill", worker, point), limit=8, environ=saved_in(place))
     run.steps_done(8)
     run.limit(NUM_STEPS)
     run.ends_well()
@@ -123,8 +123,9 @@ def test_a_worker_is_killed_in_a_save_and_others_complete_it(
 
 def test_the_last_holder_is_killed_in_a_save_which_is_given_up(start: Start, tmp_path: Path) -> None:
     place = tmp_path / "saved"
-    run = start(fault("kill", 2, "save", 10), stages=4, limit=11, environ=saved_in(place))
-    run.fired(2)
+    run = start(stages=4, limit=7, environ=saved_in(place, every=5))
+    run.event("checkpoint", "step 5 is saved")
+    run.add(fault("kill", 2, "save"))
     run.limit(NUM_STEPS)
     run.event("going back", "back to step 5")
     run.ends_well()
@@ -188,7 +189,7 @@ def test_c50_a_full_disk_stops_no_training_and_is_told(start: Start, tmp_path: P
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=True)
     try:
-        run = start(environ=saved_in(place, every=10), arguments=["tells"])
+        run = start(environ=saved_in(place), arguments=["tells"])
         ended = run.ends_well()
         run.is_exact()
         assert "No space left on device" in ended.stderr
