@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -95,7 +96,7 @@ class StageWorker:
             num_data_workers=job.num_data_workers,
             device=self._device,
         )
-        self._stage = self._make_stage(training=True, load=self._load)
+        self._stage = self._make_stage(training=True, load=_weakly(self._load))
         self.buffers = buffers
 
     def start_loading(self) -> None:
@@ -207,8 +208,10 @@ class StageWorker:
         )
 
     def _make_stage(self, *, training: bool, load: Callable[[int], StageInputs]) -> ModelStage:
+        partitions = self._partitions
+
         def partition_for(signature: InputSignature | None, num_samples: int) -> Any:
-            return self._partitions.get(signature, num_samples, training=training)
+            return partitions.get(signature, num_samples, training=training)
 
         return ModelStage(
             sections=StageSections(
@@ -224,7 +227,7 @@ class StageWorker:
             autocast=self._job.autocast,
             seed=self._job.seed,
             device=self._device,
-            before_final_backward=self._begin_final_backward if training else None,
+            before_final_backward=_weakly(self._begin_final_backward) if training else None,
         )
 
     def _begin_final_backward(self, additions: Mapping[nn.Parameter, int] | None = None) -> None:
@@ -262,6 +265,22 @@ class StageWorker:
             num_samples=micro_batch.num_samples,
             weight=weight,
         )
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for as long as its object lives, without keeping it.
+
+    A stage worker has its stage: did the stage have it in turn, both would stay after their generation until
+    the garbage collector came, and with them sockets and threads of groups and store.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "a stage without its worker"
+        return alive(*arguments)
+
+    return call
 
 
 def _number(weight: object) -> float:
