@@ -58,7 +58,7 @@ def asked(cloud: EmulatedAws | EmulatedGcp | EmulatedAzure, status: int, since: 
 def test_three_clouds(cluster: Cluster) -> None:
     with (
         EmulatedAws().serving() as aws,
-        EmulatedGcp([GcpScene(status=503)]).serving() as gcp,
+        EmulatedGcp().serving() as gcp,
         EmulatedAzure(first_call_s=2.0).serving() as azure,
     ):
         for name, cloud in (("a", None), ("b", aws), ("c", gcp), ("d", azure)):
@@ -85,13 +85,15 @@ def nobody_reacts_to_what_is_none_of_theirs(
 ) -> None:
     """Nothing planned, malformed answers, void tokens, a higher risk, cut polls, others' events, a freeze."""
     wait_for(lambda: asked(aws, 404, 0, "instance-action"), "AWS says that nothing is planned")
+    wait_for(lambda: asked(gcp, 200, 0), "GCP says FALSE")
+    gcp.show(GcpScene(status=503))
     wait_for(lambda: asked(gcp, 503, 0), "GCP asks to try again")
     wait_for(lambda: asked(azure, 200, 0, "scheduledevents"), "Azure has answered its slow first call")
     num_aws, num_gcp, num_azure = len(aws.requests), len(gcp.requests), len(azure.requests)
     aws.show(AwsScene(body='{"action": '))
     gcp.show(GcpScene())
     azure.show(AzureScene(body="<html>"))
-    wait_for(lambda: asked(gcp, 200, num_gcp), "GCP says FALSE")
+    wait_for(lambda: asked(gcp, 200, num_gcp), "GCP says FALSE again")
     gcp.show(GcpScene(drop=True))
     wait_for(lambda: asked(gcp, 0, num_gcp), "GCP's long poll is cut")
     gcp.show(GcpScene())
@@ -119,7 +121,7 @@ def nobody_reacts_to_what_is_none_of_theirs(
 def a_notice_is_withdrawn_in_time(cluster: Cluster, azure: EmulatedAzure) -> None:
     """The step has not ended yet: nobody leaves."""
     azure.show(AzureScene(events=(OURS,)))
-    cluster.event("notice", "d.0.")
+    cluster.event("notice", "d.")
     azure.show(AzureScene())
     cluster.event("notice", "may stay after all (azure)")
     cluster.limit(12)
@@ -131,13 +133,13 @@ def a_notice_is_withdrawn_in_time(cluster: Cluster, azure: EmulatedAzure) -> Non
 def one_leaves_and_hears_it_again_and_again(cluster: Cluster, aws: EmulatedAws) -> None:
     """AWS says the same at every poll. What it says is told once."""
     aws.show(AwsScene(action="terminate"))
-    event = cluster.event("notice", "b.0.")
+    event = cluster.event("notice", "b.")
     assert "(aws)" in event.text
     cluster.limit(18)
     wait_for(lambda: "b" not in cluster.members().values(), "b has left")
     num_aws = len(aws.requests)
     wait_for(lambda: asked(aws, 200, num_aws, "instance-action"), "AWS says it again")
-    assert sum("b.0." in text for text in notices(cluster)) == 1
+    assert sum("b." in text for text in notices(cluster)) == 1
     cluster.steps_done(18)
 
 
@@ -147,7 +149,7 @@ def two_leave_at_once(cluster: Cluster, gcp: EmulatedGcp, azure: EmulatedAzure) 
         AzureScene(events=(AzureEvent(event_id="now", started=True), AzureEvent(event_id=SHARED.event_id)))
     )
     gcp.show(GcpScene(preempted=True))
-    wait_for(lambda: sum(name in text for text in notices(cluster) for name in ("c.0.", "d.0.")) >= 4, "both")
+    wait_for(lambda: sum(name in text for text in notices(cluster) for name in ("c.", "d.")) >= 4, "both")
     cluster.limit(24)
     wait_for(lambda: set(cluster.members().values()) == {"a"}, "c and d have left")
     wait_for(lambda: "now" in azure.acknowledged, "Azure may go ahead")
@@ -218,7 +220,8 @@ def test_off_the_cloud_it_is_silent_and_cheap(cluster: Cluster) -> None:
         cluster.start_agent("a", 4, environ=environ)
         cluster.steps_done(6)
         agent, *_ = cluster.processes("a")
-        wait_for(lambda: len(questions) >= 3 and agent.num_threads() == 2, "the search is over")
+        num_threads = 3  # the launcher's, and two of its line to the manager
+        wait_for(lambda: len(questions) >= 3 and agent.num_threads() == num_threads, "the search is over")
         before = agent.cpu_times()
         psutil.cpu_percent(interval=3.0)  # nothing else happens here: the job waits
         after = agent.cpu_times()
@@ -227,4 +230,5 @@ def test_off_the_cloud_it_is_silent_and_cheap(cluster: Cluster) -> None:
         cluster.limit(NUM_STEPS)
         cluster.ends_well("a")
         assert len(questions) == 3
-    assert len(cluster.told("a").splitlines()) == 1
+    told = cluster.told("a").lower()
+    assert not any(word in told for word in ("aws", "gcp", "azure", "metadata", "goes away"))

@@ -37,7 +37,7 @@ AWAY_LIMIT_S = 120.0
 GONE_GRACE_S = 10.0
 """What workers get to leave when the launcher that started this agent from another machine is gone."""
 
-_SAY_AWAY_S = 3.0
+_SAY_AWAY_S = 10.0
 _LOOK_S = 1.0
 
 
@@ -146,7 +146,7 @@ class _MachineLauncher(Launcher):
         if self.agent.is_connected:
             self._heard_s, self._has_said_away = now_s, False
         away_s = now_s - self._heard_s
-        if away_s >= _SAY_AWAY_S and not self._has_said_away:
+        if away_s >= _SAY_AWAY_S and not self._has_said_away and not self._is_over:
             self._has_said_away = True
             goes_on = "; the workers go on" if self.living else ""
             say(f"the manager at {self._offered.url} does not answer{goes_on}; trying again")

@@ -27,6 +27,7 @@ BACKLOG = 1024
 
 _MANY = 5
 _WITHIN_S = 60.0
+_START_LIMIT_S = 60.0  # it imports what makes plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ class ManagerProcess:
         """Have the zygote fork it."""
         self._starts_s = [*self._starts_s, now_s][-_MANY:]
         self._num_starts += 1
-        self._watch.expect(MANAGER_NAME, str(self._num_starts), now_s)
+        limit_s = max(self._watch.limit_s, _START_LIMIT_S)
+        self._watch.expect(MANAGER_NAME, str(self._num_starts), now_s, limit_s=limit_s)
         with self.log_path.open("ab") as log:
             channel.send(self._request, [self._listener.fileno(), log.fileno()])
 

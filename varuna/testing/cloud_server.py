@@ -16,6 +16,8 @@ from aiohttp import web
 
 from varuna.morph.waiting import RealWaiting, Waiting
 
+_SHUTDOWN_S = 0.01  # to aiohttp, 0 is no limit
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
@@ -132,7 +134,9 @@ class EmulatedCloud(ABC, Generic[SceneT]):
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(self._set_date)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, access_log=None
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
