@@ -40,8 +40,7 @@ def test_a_commit_that_only_lost_workers_saw(start: Start, tmp_path: Path) -> No
 # --- the last step --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", ["reduce", "committed"])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(("point", "victim"), [("reduce", 3), ("committed", 0)])
 def test_a_worker_is_killed_in_the_last_step(start: Start, point: Point, victim: int) -> None:
     run = start(fault("kill", victim, point, LAST))
     run.ends_well()

@@ -29,13 +29,18 @@ def manager(tmp_path: Path) -> Iterator[ManagerProcess]:
 
 
 def test_a_silent_manager_is_to_be_killed_once_for_each_life(manager: ManagerProcess, channel: Channel) -> None:
+    for start_s in (100.0, 200.0):
+        num_heard = int(start_s)
+        manager.start(channel, start_s)
+        assert [manager.silent_s(num_heard, start_s + second) for second in range(8)] == [0.0] * 8
+        assert manager.silent_s(num_heard, start_s + 8.0) == 8.0
+        assert manager.silent_s(num_heard, start_s + 9.0) == 0.0, "its end is under way"
+
+
+def test_one_that_starts_has_more_time(manager: ManagerProcess, channel: Channel) -> None:
     manager.start(channel, 100.0)
-    assert [manager.silent_s(0, 100.0 + second) for second in range(8)] == [0.0] * 8
-    assert manager.silent_s(0, 108.0) == 8.0
-    assert manager.silent_s(0, 109.0) == 0.0, "its end is under way"
-    manager.start(channel, 110.0)
-    assert [manager.silent_s(0, 110.0 + second) for second in range(8)] == [0.0] * 8
-    assert manager.silent_s(0, 118.0) == 8.0
+    assert [manager.silent_s(0, 100.0 + second) for second in range(60)] == [0.0] * 60
+    assert manager.silent_s(0, 160.0) == 60.0
 
 
 def test_one_that_is_heard_is_alive(manager: ManagerProcess, channel: Channel) -> None:
