@@ -155,8 +155,8 @@ def run(
     traced = trace_environ(trace, trace_steps)
     saved = checkpoint_environ(os.environ, url=checkpoint_url, every=checkpoint_every, keep=keep, resume=resume)
     profiled = ProfileConfig(wanted=profiles_first).to_env()
-    check_script(script, is_module)
     if hosts is not None:
+        check_script(script, is_module)
         flags = HostsFlags(
             hosts=hosts,
             address=address,
@@ -175,6 +175,7 @@ def run(
             f"{layout.num_stages} stages need as many workers, and there are {num_workers}. Use --workers "
             f"{layout.num_stages} or more, or fewer stages."
         )
+    check_script(script, is_module)
     run_id = new_run_id(script)
     directory = log_directory(log_dir, run_id)
     if num_workers > 1:

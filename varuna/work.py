@@ -26,7 +26,6 @@ from varuna.observe.trace import save_trace
 from varuna.persist.checkpoints import Checkpoints, worker_name
 from varuna.persist.registry import Registry
 from varuna.persist.standing import Standing
-from varuna.plan import PlanChoice
 from varuna.plan.spans import UPDATE
 from varuna.run.call_log import CallLog
 from varuna.run.commit import Committed, SaveMark, apply_update, decide, nominal_weight_of
@@ -39,7 +38,7 @@ from varuna.run.optimizer import learning_rates
 from varuna.run.precision import LossScaler
 from varuna.run.random import preserved_generators
 from varuna.run.reform import Worker
-from varuna.run.start import StartRequest, start_job, start_newcomer
+from varuna.run.start import StartedJob, StartRequest, start_job, start_newcomer
 from varuna.run.startup import join_world
 from varuna.run.step_report import step_of
 from varuna.run.trace import Recording, TraceCollector
@@ -160,7 +159,7 @@ class Work:
         """The first generation, with all the workers that were started together."""
         started = start_job(self._request, world, self._publish)
         member = self._member_of(started.worker, started.generation)
-        self._describe(started.generation, started.choice)
+        self._describe(started)
         member.start()
         return member
 
@@ -173,8 +172,9 @@ class Work:
     def _member_of(self, worker: Worker, generation: Generation | None) -> Member:
         return Member(worker, generation, self._control, carried=self.checkpoints, wish=self._wish)
 
-    def _describe(self, generation: Generation, choice: PlanChoice) -> None:
+    def _describe(self, started: StartedJob) -> None:
         """Tell the manager what it plans for."""
+        generation, choice = started.generation, started.choice
         if self._control is None or generation.world.rank != 0:
             return
         layout, job = self._request.layout, self._request.job
@@ -186,6 +186,7 @@ class Work:
                 micro_batch_size=layout.micro_batch_size,
                 schedule=layout.schedule,
                 recompute=layout.recompute,
+                profile=started.profile,
                 dataset_length=len(job.dataset),
                 seed=job.seed,
                 first_step=self.standing.step_index,

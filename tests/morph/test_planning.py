@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from tests.morph.world_parts import BATCH_SIZE, DESCRIBED
 from tests.plan.profiles import make_profile
 from varuna.errors import PlanError
-from varuna.morph.messages import Described
+from varuna.morph.messages import Described, decode_from_worker, encode
 from varuna.morph.planning import plan_for
-from varuna.plan.profile_file import write_profile
 
 
 def described(**changes: object) -> Described:
@@ -48,20 +45,19 @@ def test_what_can_never_be_is_refused(changes: dict[str, object]) -> None:
         plan_for(6, described(**changes))
 
 
-def test_a_profile_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    write_profile(make_profile(4), path)
-    planned = plan_for(3, described(profile_path=str(path)))
+def test_a_profile_is_used() -> None:
+    job = described(profile=make_profile(4))
+    planned = plan_for(3, job)
     assert planned.step_s is not None
     assert planned.step_s > 0
     assert [len(row) for row in planned.micro_batch_s] == [
         len(pipeline.stages) for pipeline in planned.plan.pipelines
     ]
     assert all(seconds > 0 for row in planned.micro_batch_s for seconds in row)
-    assert planned == plan_for(3, described(profile_path=str(path))), "it must always answer the same"
+    assert planned == plan_for(3, job), "it must always answer the same"
+    assert plan_for(3, DESCRIBED).step_s is None, "without a profile nothing is predicted"
 
 
-def test_a_profile_that_is_gone_stops_nobody(tmp_path: Path) -> None:
-    planned = plan_for(3, described(profile_path=str(tmp_path / "none.json")))
-    assert planned.plan == plan_for(3, DESCRIBED).plan
-    assert planned.note.startswith("planned without a profile: Cannot read profile")
+def test_a_profile_travels() -> None:
+    job = described(profile=make_profile(4))
+    assert decode_from_worker(encode(job)) == job

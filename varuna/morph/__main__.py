@@ -23,7 +23,7 @@ from varuna.clock import MonotonicClock
 from varuna.morph.hub import HEARTBEAT_LIMIT_S, Hub
 from varuna.morph.journal import Journal, ResumedClock
 from varuna.morph.messages import Welcome
-from varuna.morph.planning import plan_for
+from varuna.morph.planning import plan_for, warm_up
 from varuna.morph.policy import Policy
 from varuna.morph.server import Server, request_log
 
@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 books=journal,
                 heartbeat_limit_s=given.heartbeat_limit,
                 welcome=welcome,
+                described=lambda job: job.profile and warm_up(job),
             )
             asyncio.run(_serve(hub, listener, token, given.heartbeat_limit / _TICKS_PER_LIMIT))
         finally:

@@ -6,7 +6,7 @@ No sockets here: a connection is something that messages are put into. Everythin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from varuna.clock import Clock
@@ -18,6 +18,7 @@ from varuna.morph.messages import (
     AgentLost,
     Alive,
     Beat,
+    Described,
     FromAgent,
     FromWatch,
     FromWorker,
@@ -91,6 +92,7 @@ class Hub:
         clock: the manager's.
         heartbeat_limit_s: see ``HEARTBEAT_LIMIT_S``.
         welcome: what every agent is told first; None for nothing.
+        described: called when the manager has heard what the job is, and at once if it knows.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Hub:
         books: Books | None = None,
         heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
         welcome: Welcome | None = None,
+        described: Callable[[Described], object] = lambda _: None,
     ) -> None:
+        self._described = described
         self.manager = manager
         self.events = EventLog()
         self._clock = clock
@@ -118,6 +122,8 @@ class Hub:
         self._expect_members()
         for name in manager.job.agents:
             self._away_s[name] = clock.now_s() + RECONNECT_S
+        if manager.job.description is not None:
+            described(manager.job.description)
 
     # --- connections ------------------------------------------------------------------------
 
@@ -256,6 +262,8 @@ class Hub:
         if isinstance(message, WorkerExited):
             self._forget(message.incarnation)
         self._deliver(instructions)
+        if isinstance(message, Described):
+            self._described(message)
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
         """Written down before anybody hears of it."""

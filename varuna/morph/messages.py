@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from varuna.errors import ProtocolError
 from varuna.generations import Formation, FormingTimes, HaltReport, SampleShare
+from varuna.plan.profile import Profile
 from varuna.spec import Plan, SectionSpec
 
 _T = TypeVar("_T")
@@ -40,7 +41,7 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
         sections: of the model.
         batch_size: samples of a global batch.
         num_stages, micro_batch_size, schedule, recompute: what the user fixed of the layout.
-        profile_path: where the profile is that plans are chosen with; empty without one.
+        profile: plans are chosen with it; None without one.
         dataset_length, seed: with ``batch_size`` they say which samples a step uses.
         first_step: with which it begins; not 0 if it goes on from a checkpoint.
         step_s: predicted seconds of a step of the first plan; None without a prediction.
@@ -53,7 +54,7 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
     micro_batch_size: int | None = None
     schedule: str | None = None
     recompute: bool | tuple[bool, ...] | None = None
-    profile_path: str = ""
+    profile: Profile | None = None
     dataset_length: int
     seed: int
     first_step: Annotated[int, Meta(ge=0)] = 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from varuna.errors import ConfigError
+from varuna.errors import PlanError
 from varuna.morph.messages import Described
 from varuna.plan.choose import choose_plan
 from varuna.plan.cluster import Cluster, Machine
 from varuna.plan.layout import simple_plan
-from varuna.plan.profile_file import read_profile
 from varuna.spec import Plan
 
 
@@ -55,15 +56,23 @@ def plan_for(num_workers: int, described: Described) -> Planned:
     return replace(fewer, note="; ".join(filter(None, (fewer.note, note))))
 
 
+def warm_up(described: Described) -> threading.Thread:
+    """Choose a plan for nobody, in a thread of its own: what is compiled then, a death need not wait for."""
+
+    def choose() -> None:
+        with contextlib.suppress(PlanError):
+            plan_for(1, described)
+
+    thread = threading.Thread(target=choose, name="varuna-warm-up", daemon=True)
+    thread.start()
+    return thread
+
+
 def _plan(num_workers: int, described: Described, num_stages: int | None) -> Planned:
     recompute = described.recompute
     if isinstance(recompute, tuple) and len(recompute) != num_stages:
         recompute = any(recompute)  # flags for stages that there are not any more
-    profile, note = None, ""
-    try:
-        profile = read_profile(described.profile_path) if described.profile_path else None
-    except ConfigError as error:
-        note = f"planned without a profile: {error}"
+    profile = described.profile
     if profile is None:
         choice = simple_plan(
             sections=described.sections,
@@ -74,7 +83,7 @@ def _plan(num_workers: int, described: Described, num_stages: int | None) -> Pla
             schedule=described.schedule,
             recompute=recompute,
         )
-        return Planned(plan=choice.plan, note=note)
+        return Planned(plan=choice.plan)
     machines = tuple(Machine(name=f"machine-{index}", num_workers=1) for index in range(num_workers))
     choice = choose_plan(
         profile,

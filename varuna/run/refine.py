@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-from torch.distributed import DistError  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from varuna.errors import ConfigError
 from varuna.plan.costs import backward_task_s, stage_costs

@@ -23,6 +23,7 @@ from varuna.partition import InputSignature, Partition, Section, flatten_batch, 
 from varuna.partition.check import check_split, why_not_checked
 from varuna.partition.materialise import materialise, return_memory
 from varuna.plan import PlanChoice
+from varuna.plan.profile import Profile
 from varuna.run.data import probe_first_batch
 from varuna.run.generation import Generation
 from varuna.run.groups import World
@@ -91,10 +92,11 @@ class StartRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StartedJob:
-    """The first generation, open, why it looks so, and what outlives it on this worker."""
+    """The first generation, open, why it looks so, from what, and what outlives it on this worker."""
 
     generation: Generation
     choice: PlanChoice
+    profile: Profile | None
     worker: Worker
 
 
@@ -141,7 +143,8 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJ
     )
     generation.open(first_step)
     _refine(request, world, planned, lambda: worker.world is world)
-    return StartedJob(generation=generation, choice=planned.choice, worker=worker)
+    profile = None if planned.profiled is None else planned.profiled.profile
+    return StartedJob(generation=generation, choice=planned.choice, profile=profile, worker=worker)
 
 
 def start_newcomer(request: StartRequest, world: World, publish: Publish) -> Worker:
