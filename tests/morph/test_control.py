@@ -68,7 +68,9 @@ class Generation:
     index: int
     pause: bool = False
     plan: Plan = PLAN
-    forming_times: FormingTimes = FormingTimes(meet_s=0.25, transfer_s=0.5, open_s=1.0)
+    forming_times: FormingTimes = field(
+        default_factory=lambda: FormingTimes(meet_s=0.25, transfer_s=0.5, open_s=1.0)
+    )
     aborted: list[str] = field(default_factory=list)
 
     def abort(self, reason: str) -> None:
