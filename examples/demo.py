@@ -1,6 +1,6 @@
 """Train a GPT on real text while workers are killed, join and leave; then compare it with an undisturbed run.
 
-    python examples/demo.py                       # about three minutes on two cores
+    python examples/demo.py                       # a few minutes on two cores
     python examples/demo.py --steps 40 -- --layers 2 --width 128    # what follows -- is for gpt.py
 
 ``gpt.py`` is the training script; nothing in it knows of any of this. What happens to its workers is done from
