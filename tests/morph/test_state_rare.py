@@ -6,6 +6,7 @@ import pytest
 
 from tests.morph.steering import check_done, halted, run, sent, started, told
 from tests.morph.world import World
+from tests.morph.world_parts import DESCRIBED, planner
 from varuna.morph.instructions import Send
 from varuna.morph.messages import (
     Abort,
@@ -16,9 +17,12 @@ from varuna.morph.messages import (
     Pause,
     Ready,
     StopWorker,
+    WorkerExited,
+    WorkerStarted,
 )
 from varuna.morph.phases import Phase
 from varuna.morph.policy import Policy
+from varuna.morph.state import Manager
 
 
 def test_messages_of_another_generation_change_nothing() -> None:
@@ -258,3 +262,19 @@ def test_the_earliest_deadline_counts() -> None:
         assert leaving is not None
         assert leaving.deadline_s == counts_s
     assert len(told(world, "notice")) == 1
+
+
+def test_members_that_connect_late_tell_their_newest_state_first() -> None:
+    """A manager that comes up when the first generation is over already still learns of its plan."""
+    plan_for = planner(1, (1,))
+    manager = Manager(plan_for)
+    plan = plan_for(2, DESCRIBED).plan
+    for rank in range(2):
+        manager.handle("agent", WorkerStarted(incarnation=f"w{rank}", machine="m", rank=rank), 0.0)
+    manager.handle("agent", WorkerExited(incarnation="w1", code=-9), 0.0)
+    manager.handle("w0", DESCRIBED, 0.1)
+    manager.handle("w0", Halted(report=halted(0, 1)), 0.1)
+    assert manager.job.phase is Phase.FOUNDING
+    manager.handle("w0", Formed(generation=0, plan=plan), 0.1)
+    assert manager.job.phase is Phase.FORMING
+    assert manager.job.generation.members == ("w0",)

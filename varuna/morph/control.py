@@ -105,6 +105,7 @@ class ManagedControl:
         self._paused: set[int] = set()
         self._state: FromWorker | None = None
         self._description: Described | None = None
+        self._founded: Formed | None = None  # its plan is known from nobody else, whatever has happened since
         self._checkpoint: CheckpointComplete | None = None
         self._orders: queue.SimpleQueue[Form | Leave | Refusal | Abort] = queue.SimpleQueue()
         self._is_finished = False
@@ -177,7 +178,11 @@ class ManagedControl:
             generation.pause = generation.index in self._paused
         plan = generation.plan if generation.index == 0 else None
         times = replace(generation.forming_times, wait_s=self._wait_s)
-        self._tell(Formed(generation=generation.index, plan=plan, times=times))
+        formed = Formed(generation=generation.index, plan=plan, times=times)
+        if plan is not None:
+            with self._lock:
+                self._founded = formed
+        self._tell(formed)
 
     def step_done(self, report: StepReport) -> None:
         """See ``varuna.run.member.Control``."""
@@ -264,7 +269,8 @@ class ManagedControl:
 
     def _greeting(self) -> list[bytes]:
         with self._lock:
-            messages = (self._description, self._state, self._checkpoint)
+            founded = None if self._founded is self._state else self._founded
+            messages = (self._description, founded, self._state, self._checkpoint)
         return [encode(message) for message in messages if message is not None]
 
     def _received(self, data: bytes) -> None:

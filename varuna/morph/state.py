@@ -225,7 +225,14 @@ class Manager(Agents):
 
     def _on_formed(self, worker: WorkerRecord, message: Formed, now_s: float) -> None:
         generation = self.job.generation
-        if message.generation != generation.number or worker.incarnation in generation.reports:
+        if message.generation != generation.number:
+            return
+        if self.job.phase is Phase.FOUNDING and message.plan is not None and generation.plan is None:
+            generation.plan = message.plan
+        if worker.incarnation in generation.reports:  # whoever connects late tells its newest state first
+            if self.job.phase is Phase.FOUNDING:
+                worker.has_state = True
+                self._found_if_complete(now_s)
             return
         if generation.members and worker.incarnation not in generation.members:
             return
@@ -234,8 +241,6 @@ class Manager(Agents):
             self.job.num_lost_newcomers = 0
         worker.has_state = True
         if self.job.phase is Phase.FOUNDING:
-            if message.plan is not None and generation.plan is None:
-                generation.plan = message.plan
             self._found_if_complete(now_s)
         elif self.job.phase is Phase.FORMING:
             self._open_if_formed(now_s)
