@@ -88,11 +88,12 @@ def _start_sshd(stack: contextlib.ExitStack, directory: Path, key: Path, namespa
         f"ListenAddress {address}:22\nHostKey {key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\n"
         f"UsePAM no\nPermitRootLogin prohibit-password\nPidFile none\nPrintMotd no\n"
     )
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, SSHD, "-D", "-e", "-f", str(config)],
-        stderr=(directory / f"sshd-{address}.err").open("wb"),
-        start_new_session=True,
-    )
+    with (directory / f"sshd-{address}.err").open("wb") as log:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, SSHD, "-D", "-e", "-f", str(config)],
+            stderr=log,
+            start_new_session=True,
+        )
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -62,6 +62,7 @@ class Hosts(Cluster):
         cache = self.directory / "cache"
         flags = ["--hosts", "hosts.txt", "--address", HERE, "--stages", "2", "--micro-batch-size", "2"]
         flags += ["--log-dir", "logs", "--env", "ODD", "--env", f"VARUNA_CACHE_DIR={cache}"]
+        flags += ["--env", f"TMPDIR={self.directory}"]
         environ = {
             "VARUNA_SSH": self.there.ssh,
             "VARUNA_SETTLE_S": "0.5",
@@ -139,6 +140,7 @@ def test_the_file_is_edited_while_the_job_runs(start: Start, tmp_path: Path) -> 
     told = hosts.told("manager")
     assert "varuna: beta cannot be reached" in told or "varuna: beta ended with exit code" in told
     assert "alpha is not in hosts.txt any more and leaves the job" in told
+    assert "SIGHUP" not in told
     assert "[beta] varuna: beta is in run job-" in told
     odd = [path.read_text() for path in tmp_path.glob("odd-*")]
     assert len(odd) == 6

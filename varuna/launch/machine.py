@@ -195,7 +195,7 @@ class _MachineLauncher(Launcher):
                 self._leave(signal.SIGTERM, self.grace.sigterm_s, now_s)
             elif word == "stop":
                 self.supervisor.stop_requested(signal.SIGINT, now_s)
-            elif not self.supervisor.is_ending:
+            elif not self.supervisor.is_ending and not self._is_over:
                 self._leave(signal.SIGHUP, min(GONE_GRACE_S, self.grace.sigterm_s), now_s)
         if orders is not None and orders.is_over and orders in self._watched:
             self._watched.remove(orders)

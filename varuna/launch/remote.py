@@ -98,14 +98,14 @@ class RemoteMachine:
         return self._process.poll()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Cut the line, after which the agent there ends; wait for ssh. Idempotent."""
-        if not self._stdin.closed:
-            self._cut()
+        """Wait for the agent there to end by itself, then cut the line, after which it does. Idempotent."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait()
+        if not self._stdin.closed:
+            self._cut()
+        self._process.wait()
         for stream in self.streams:
             if stream.is_open:
                 stream.pump()
