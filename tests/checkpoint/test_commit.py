@@ -181,10 +181,10 @@ def test_a_committer_that_died_is_followed_by_another(tmp_path):
     savers = {0: Saver(store, "w0")}
     order, job, futures = begin_save(first, savers, state, layout(1, 1))
     answers = [future.result(timeout=30) for future in futures.values()]
-    with pytest.raises(CheckpointError, match="Cannot take over"):
-        second.take_over(order)  # it is alive
+    with pytest.raises(CheckpointError, match="Cannot begin a checkpoint"):
+        second.open(order)  # it is alive
     first._release(order)  # what the kernel does when it is not
-    second.take_over(order)
+    second.open(order)
     second.commit(order, job, answers, required=required_names(state), num_sections=NUM_SECTIONS)
     savers[0].close()
     assert steps_in(store) == [1]

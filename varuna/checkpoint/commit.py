@@ -74,8 +74,10 @@ class Committer:
     def open(self, order: SaveOrder) -> None:
         """The directory of a save that was numbered elsewhere; what crashed saves left is removed first.
 
+        So a save goes on whose committer has died, too.
+
         Raises:
-            CheckpointError: the store cannot be written.
+            CheckpointError: the store cannot be written, or another committer holds the save.
         """
         try:
             known = self._orders()
@@ -85,18 +87,6 @@ class Committer:
             raise self._cannot_begin(order.step, error) from error
         self._last_sequence = max(self._last_sequence, order.sequence)
         self._tidy(lambda: self._sweep(order, [one for one in known if one != order]))
-
-    def take_over(self, order: SaveOrder) -> None:
-        """Go on with a save whose committer died.
-
-        Raises:
-            CheckpointError: its directory is gone, or its committer still holds it.
-        """
-        try:
-            self._holds[order.save_id] = self._store.hold(order.directory)
-        except OSError as error:
-            raise CheckpointError(f"Cannot take over save {order.directory}: {error}.") from error
-        self._last_sequence = max(self._last_sequence, order.sequence)
 
     def commit(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from varuna.checkpoint.commit import Committer
@@ -64,6 +65,7 @@ class Committing:
     """One save on its way. All methods are called by the training thread.
 
     Args:
+        thread: in which it goes; a process does not end before all that was given to it is done.
         committer: of this process.
         answers: of the members.
         commission: what to commit.
@@ -76,6 +78,7 @@ class Committing:
 
     def __init__(
         self,
+        thread: ThreadPoolExecutor,
         committer: Committer,
         answers: Answers,
         commission: Commission,
@@ -101,9 +104,7 @@ class Committing:
         self._is_left = False
         self._seen: dict[str, Answer] = {}
         self._started_s = time.monotonic()
-        # no daemon: a process does not end before its last save
-        self._thread = threading.Thread(target=self._run, name="varuna-commit")
-        self._thread.start()
+        self._done = thread.submit(self._run)
 
     def pause(self) -> bool:
         """Decide nothing until ``go_on``; False if all is decided."""
@@ -129,16 +130,16 @@ class Committing:
         with self._changed:
             self._is_left = True
             self._changed.notify()
-        self._thread.join()
+        self._done.result()
 
     @property
     def is_alive(self) -> bool:
         """Whether it is not over yet."""
-        return self._thread.is_alive()
+        return not self._done.done()
 
     def wait(self) -> None:
         """Until it is over."""
-        self._thread.join()
+        self._done.result()
 
     # --- the thread -------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ go with section 0; such buffers are stored where they have values, since the sta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -77,13 +78,11 @@ class SectionStore:
         held = sorted(self._worker.held_sections)
         sections = tuple(self._state(index) for index in held)
         holders = {index: plan.holders_of(index) for index in held}
-        required = {parameter_name(name) for name in self._parameters}
-        required |= {buffer_name(name) for name in self._owners if name in self._buffers}
         return Contents(
             sections=(*sections, standing.tensors),
             holders={**holders, JOB_SECTION: tuple(range(size))},
-            job=replace(standing.job, model_names=self._model_names()),
-            required=frozenset(required),
+            job=replace(standing.job, model_names=self._model_names),
+            required=self._required,
             num_sections=self._num_sections,
         )
 
@@ -141,6 +140,12 @@ class SectionStore:
             self._optimizer,
         )
 
+    @functools.cached_property
+    def _required(self) -> frozenset[str]:
+        parameters = {parameter_name(name) for name in self._parameters}
+        return frozenset(parameters | {buffer_name(name) for name in self._owners if name in self._buffers})
+
+    @functools.cached_property
     def _model_names(self) -> dict[str, str]:
         """Every name of ``model.state_dict()`` that is stored to the name under which it is."""
         names = {}

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,8 @@ class Saves:
         self._is_aborted = is_aborted
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._committer = make_committer(self._events.put)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="varuna-checkpoint-commit")
+        self._planned: tuple[Any, Mapping[int, Share]] = (None, {})
         self._pending: _Pending | None = None
         self._committing: Committing | None = None  # the last one, which may be over
         self._over = ""
@@ -148,7 +150,7 @@ class Saves:
         self._standing.last_sequence = max(self._standing.last_sequence, mark.sequence)
         order = SaveOrder(save_id=f"{mark.number:08x}", sequence=mark.sequence, step=step)
         sizes = {section.section_index: section.sizes for section in contents.sections}
-        planned = planned_shares(rank, sizes, contents.holders)
+        planned = self._planned_shares(rank, sizes, contents.holders)
         pending = _Pending(
             order=order,
             rank=rank,
@@ -215,6 +217,7 @@ class Saves:
         if self._committing is not None:
             self._committing.leave()
         self._saver.close()
+        self._thread.shutdown()
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -233,6 +236,7 @@ class Saves:
         self._saver.close()
         if self._committing is not None:
             self._committing.wait()
+        self._thread.shutdown()
 
     def news(self) -> Iterator[Event]:
         """What people should hear of saves, since the last call."""
@@ -260,8 +264,18 @@ class Saves:
             )
             self._events.put(Notice(text=text))
 
+    def _planned_shares(
+        self, rank: int, sizes: Mapping[int, Mapping[str, int]], holders: Mapping[int, Sequence[int]]
+    ) -> Mapping[int, Share]:
+        """As ``planned_shares``; those of the last save if nothing has changed."""
+        key = (rank, sizes, holders)
+        if self._planned[0] != key:
+            self._planned = (key, planned_shares(rank, sizes, holders))
+        return self._planned[1]
+
     def _commit(self, pending: _Pending, keys: Collection[str], *, takes_over: bool) -> None:
         self._committing = pending.committing = Committing(
+            self._thread,
             self._committer,
             self._answers,
             pending.commission,
