@@ -19,7 +19,8 @@ def uses(threads: list[int], *, mebibytes: int = 100) -> Uses:
 
 
 def test_what_stays_within_its_first_range_is_flat() -> None:
-    assert uses([1] + [9, 11, 10, 12] * 10).growth() == []
+    assert uses([1] + [9, 11, 10, 12] * 10 + [13]).growth() == []
+    assert uses([1] + [9, 11, 10, 12] * 10 + [14]).growth() != []
 
 
 def test_what_grows_is_told() -> None:

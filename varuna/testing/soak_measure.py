@@ -10,6 +10,7 @@ from pathlib import Path
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MAX_MORE_BYTES = 24 << 20
 _MAX_MORE_SHARE = 0.15
+_FEWEST = 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +43,17 @@ class Uses:
     def growth(self) -> list[str]:
         """What is not flat, in words: the most of a process's last third against the most of what was before.
 
-        The first samples, a tenth, are left out; processes with fewer than a dozen are not judged.
+        The first samples, a tenth, are left out. What a worker needs depends on its place in a generation and
+        on the number of members: processes with fewer than ``_FEWEST`` samples are not judged.
         """
         found = []
         for name, uses in self.by_name.items():
             steady = uses[len(uses) // 10 :]
-            if len(steady) < 12:
+            if len(steady) < _FEWEST:
                 continue
             early, late = steady[: -len(steady) // 3], steady[-len(steady) // 3 :]
             for what, most in (("threads", _most_threads), ("descriptors", _most_fds)):
-                if most(late) > most(early) + 1:
+                if most(late) > most(early) + max(1, most(early) // 10):
                     found.append(f"{name}: {most(early)} {what} at first, {most(late)} later")
             before, after = _most_bytes(early), _most_bytes(late)
             if after > before + max(_MAX_MORE_BYTES, _MAX_MORE_SHARE * before):
