@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import varuna
 from tests.cases import jobs, models
 from tests.cases.jobs import Training
+from varuna import cli
 from varuna.checkpoint.errors import StateError
 from varuna.checkpoint.find import open_save, saves_in
 from varuna.checkpoint.store import open_store
@@ -246,7 +248,7 @@ def register_function(training: Training) -> str:
     return ""
 
 
-# --- values ---------------------------------------------------------------------------------
+# --- the command and its values --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,6 +263,13 @@ def register_function(training: Training) -> str:
 def test_values_that_cannot_be(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         varuna.Checkpoints.parse("saved", **arguments)
+
+
+@pytest.mark.parametrize("flag", [["--keep", "2"], ["--resume", "never"], ["--checkpoint-every", "5"]])
+def test_a_flag_that_needs_a_place_says_so(flag: list[str]) -> None:
+    done = CliRunner(env={"VARUNA_CHECKPOINT": ""}).invoke(cli.main, ["run", "-w", "1", *flag, __file__])
+    assert done.exit_code == 2
+    assert f"{' '.join(flag)} needs a place for checkpoints. Add --checkpoint URL." in done.output
 
 
 @pytest.mark.parametrize("every", ["", "100", "300s", "0.5s"])
