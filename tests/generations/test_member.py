@@ -249,6 +249,14 @@ def test_killed_while_a_generation_forms(point: str, second: int) -> None:
     check_equal(outcomes, rest[0])
 
 
+def test_a_giver_is_killed_and_the_last_copy_is_one_that_was_to_be_given_up() -> None:
+    """Workers 1 and 3 hold the last sections; 1 is to give some to 2 and dies then, 3 does not need them now."""
+    script = [members(range(4), 2), members([0, 3, 1, 2], 4), members([0, 2, 3], 3)]
+    outcomes = run(script, faults={1: Fault("transfer", 2)}, pause_after={0: 2})
+    assert outcomes[1].exit_code == KILLED
+    check_equal(outcomes, 0)
+
+
 def test_worker_0_may_go_and_another_becomes_worker_0() -> None:
     script = [members(range(4), 2), members([3, 1, 2], 3)]
     outcomes = run(script, faults={0: Fault("forward", 4, 2)})

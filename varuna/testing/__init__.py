@@ -1,1 +1,3 @@
-"""For users' own tests: emulated stages, tiny models."""
+"""For users' own tests: scripted faults (``faults``), soaks (``soak``), replayed fleets (``replay``), emulated
+clouds (``clouds``) and stages (``emulated``), workers in a fraction of a second (``forked``).
+"""
