@@ -250,7 +250,7 @@ def test_killed_while_a_generation_forms(point: str, second: int) -> None:
 
 
 def test_a_giver_is_killed_and_the_last_copy_is_one_that_was_to_be_given_up() -> None:
-    """Workers 1 and 3 hold the last sections; 1 is to give some to 2 and dies then, 3 does not need them now."""
+    """Workers 1 and 3 hold the last sections; 1 is to give some to 2 and dies, 3 does not need them now."""
     script = [members(range(4), 2), members([0, 3, 1, 2], 4), members([0, 2, 3], 3)]
     outcomes = run(script, faults={1: Fault("transfer", 2)}, pause_after={0: 2})
     assert outcomes[1].exit_code == KILLED
