@@ -34,9 +34,11 @@ IGNORE_EVERYTHING = """
 """
 
 
-def start(launch: Launch, tmp_path: Path, script: str = WAIT_FOREVER) -> tuple[Command, list[int]]:
+def start(
+    launch: Launch, tmp_path: Path, script: str = WAIT_FOREVER, *options: str
+) -> tuple[Command, list[int]]:
     """A job whose workers all wait, and the process ids of them and what they started."""
-    command = launch(script, workers=WORKERS)
+    command = launch(script, workers=WORKERS, options=options)
     paths = [tmp_path / f"ready-{rank}" for rank in range(WORKERS)]
     wait_until(lambda: all(path.exists() for path in paths), 30, "all workers wait")
     return command, [int(pid) for path in paths for pid in path.read_text().split()]
@@ -112,8 +114,8 @@ def test_nothing_outlives_the_launcher_or_the_zygote(launch: Launch, tmp_path: P
         assert "the process that starts workers ended by signal 9" in done.stderr
 
 
-def test_a_dead_store_ends_the_job(launch: Launch, tmp_path: Path) -> None:
-    command, pids = start(launch, tmp_path)
+def test_without_a_manager_a_dead_store_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+    command, pids = start(launch, tmp_path, WAIT_FOREVER, "--no-morph")
     zygote = psutil.Process(command.process.pid).children()[0]
     store = next(child for child in zygote.children() if child.name() == "varuna-store")
     store.kill()
