@@ -33,6 +33,8 @@ _MANAGER_REST_S = 15.0
 _POLL_S = 0.02
 _REST_STEP_S = 0.25
 _LAG_S = 1.0
+_POINT_S = 10.0
+"""A worker that has become a spare meanwhile may not come to the point of its fault for long."""
 _PATIENCE_S = 90.0
 _WITNESS = 1
 
@@ -161,8 +163,9 @@ class Soak:
             self._add_workers(1)
         else:
             first = self._script_faults(replace(draw, kind=kind), victims, status)
-            self._await(lambda: self._has_fired(first), f"{kind} of worker {victims[0]}")
-            if kind not in ("delay", "short freeze"):
+            until_s = time.monotonic() + _POINT_S
+            self._await(lambda: self._has_fired(first) or time.monotonic() > until_s, f"{kind} of {victims[0]}")
+            if kind not in ("delay", "short freeze") and self._has_fired(first):
                 self._await(lambda: victims[0] not in members(self._status()), f"worker {victims[0]} is missed")
 
     def _script_faults(self, draw: Draw, victims: tuple[int, ...], status: Status) -> int:
