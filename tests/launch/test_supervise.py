@@ -171,6 +171,15 @@ def managed(num_workers: int) -> Supervisor:
     return supervisor
 
 
+def test_with_a_manager_a_lost_store_stops_nobody() -> None:
+    supervisor = managed(2)
+    supervisor.store_lost(1.0)
+    assert not supervisor.is_ending
+    for worker_index in range(2):
+        supervisor.worker_exited(worker_index, 0, 2.0, 2.0)
+    assert (supervisor.outcome().exit_code, supervisor.outcome().lost) == (0, "")
+
+
 def test_managed_jobs_survive_deaths_by_signals() -> None:
     supervisor = managed(3)
     assert supervisor.worker_exited(1, -9, 1.0, 1.0)
