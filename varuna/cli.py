@@ -148,7 +148,7 @@ def run(
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT on several workers, of this machine or of those in a file. What follows SCRIPT belongs to it."""
+    """Run SCRIPT on several workers, here or on the machines of a file. What follows SCRIPT belongs to it."""
     from varuna.launch import LocalJob, run_local
 
     layout = layout_of(stages, micro_batch_size, schedule, recompute, no_check)

@@ -158,7 +158,8 @@ def parse_env_file(text: str, where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     entry = re.compile(
         r"""[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)="""
-        r"""(?:"(?P<double>(?:[^"\\]|\\.)*)"|'(?P<single>[^']*)'|(?P<plain>(?:[^\n"'][^\n]*)?))[ \t]*(?:\n|$)""",
+        r"""(?:"(?P<double>(?:[^"\\]|\\.)*)"|'(?P<single>[^']*)'|(?P<plain>(?:[^\n"'][^\n]*)?))"""
+        r"""[ \t]*(?:\n|$)""",
         re.DOTALL,
     )
     skipped = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")

@@ -1,8 +1,8 @@
 """Trains ``tests.e2e.morphing.TRAINING`` and keeps what each worker sees: ``morphing.py NUM_STEPS``.
 
 No step begins whose index is not below the number in the file ``limit``. Each worker writes its steps to
-``steps-WORKER.jsonl``, and what it has added up itself to ``seen-WORKER.json``; worker 0 writes the final weights
-to ``state.json``. A second argument ``tells`` has progress shown.
+``steps-WORKER.jsonl``, and what it has added up itself to ``seen-WORKER.json``; worker 0 writes the
+final weights to ``state.json``. A second argument ``tells`` has progress shown.
 """
 
 from __future__ import annotations
