@@ -39,54 +39,72 @@ def machines(jobs: Warm, tmp_path: Path, cache: Path) -> Iterator[Machines]:
         cluster.abandon()
 
 
-def test_two_machines_found_a_job_and_no_secret_is_seen(machines: Machines, tmp_path: Path) -> None:
-    cluster = machines(limit=10)
+def test_machines_come_and_go_and_no_secret_is_seen(machines: Machines, tmp_path: Path) -> None:
+    """Two found the job, one of them leaves with notice, another comes, and is killed without a word.
+
+    Workers of a machine are a pipeline, so a's hold everything at any time.
+    """
+    cluster = machines(limit=8)
     cluster.start_agent("a")
-    cluster.start_agent("b")
+    cluster.start_agent("b", 2, "--grace", "20")
     cluster.steps_done(5)
-    members = cluster.members()
-    assert sorted(members.values()) == ["a", "a", "b", "b"]
     ranks = [one.machine for one in cluster.status().workers if one.status == "member"]
     assert ranks in (["a", "a", "b", "b"], ["b", "b", "a", "a"])  # those of a machine in a row
+    nobody_sees_the_token(cluster)
+    one_leaves_with_notice(cluster)
+    cluster.start_agent("c")
+    cluster.event("ready", "c.")
+    cluster.event("ready", "c.")
+    cluster.limit(28)
+    wait_until(lambda: set(cluster.members().values()) == {"a", "c"}, 30, "c takes part")
+    one_is_killed(cluster)
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a")
+    assert any(cluster.directory.glob("steps-c.*.jsonl"))
+    cluster.is_exact()
+    token = (cluster.state / "token").read_text().strip()
+    with_token = {path for path in tmp_path.rglob("*") if path.is_file() and token in _text(path)}
+    assert with_token == {cluster.state / "token"}
+
+
+def nobody_sees_the_token(cluster: Cluster) -> None:
+    """In command lines, environments and modes of files."""
     token = (cluster.state / "token").read_text().strip()
     for arguments in ("axww", "axeww"):  # "e" shows what a process was started with in its environment
         shown = subprocess.run(["ps", arguments], capture_output=True, text=True, check=True).stdout
         assert "varuna" in shown
         assert token not in shown
-    cluster.limit(NUM_STEPS)
-    cluster.ends_well("a", "b")
-    cluster.is_exact()
-    with_token = {path for path in tmp_path.rglob("*") if path.is_file() and token in _text(path)}
-    assert with_token == {cluster.state / "token"}
-    assert stat.S_IMODE((cluster.state / "token").stat().st_mode) == 0o600
-    assert stat.S_IMODE((cluster.state / "journal.sqlite").stat().st_mode) == 0o600
-    assert stat.S_IMODE(cluster.state.stat().st_mode) == 0o700
+    modes = {cluster.state: 0o700, cluster.state / "token": 0o600, cluster.state / "journal.sqlite": 0o600}
+    assert {path: stat.S_IMODE(path.stat().st_mode) for path in modes} == modes
+    (announced,) = (cluster.directory / "cache" / "runs").iterdir()
+    assert stat.S_IMODE(announced.stat().st_mode) == 0o600
+
+
+def one_leaves_with_notice(cluster: Cluster) -> None:
+    """SIGTERM: what b's workers hold is handed over, nobody is lost, and the agent ends at once."""
+    cluster.signal("b", signal.SIGTERM)
+    cluster.event("notice", "is asked to leave within 20 s (SIGTERM)")
+    cluster.limit(18)
+    assert cluster.join("b") == 128 + signal.SIGTERM
+    told = cluster.told("b")
+    assert "varuna: SIGTERM: the workers of this machine leave the job, within 20 s" in told
+    assert "SIGKILL" not in told
+    cluster.steps_done(16)
+    assert set(cluster.members().values()) == {"a"}
+
+
+def one_is_killed(cluster: Cluster) -> None:
+    """Its workers end with it, and the others go on without waiting for a heartbeat."""
+    gone = cluster.processes("c")
+    assert len(gone) == 4  # agent, zygote, two workers
+    cluster.signal("c", signal.SIGKILL)
+    wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "its processes end")
+    assert cluster.join("c") == -signal.SIGKILL
+    wait_until(lambda: set(cluster.members().values()) == {"a"}, 9, "it is found before a heartbeat is missed")
 
 
 def _text(path: Path) -> str:
     return path.read_bytes().decode("latin-1")
-
-
-def test_an_agent_is_killed_and_another_comes(machines: Machines) -> None:
-    """Killed without a word: its workers end with it, and the others go on without waiting for a heartbeat."""
-    cluster = machines(limit=8)
-    cluster.start_agent("a")
-    cluster.start_agent("b")
-    cluster.steps_done(5)
-    gone = cluster.processes("b")
-    assert len(gone) == 4  # agent, zygote, two workers
-    cluster.signal("b", signal.SIGKILL)
-    wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "its processes end")
-    assert cluster.join("b") == -signal.SIGKILL
-    cluster.limit(20)
-    cluster.steps_done(18)
-    assert set(cluster.members().values()) == {"a"}
-    cluster.start_agent("c")
-    cluster.event("ready", "c.")
-    cluster.limit(NUM_STEPS)
-    cluster.ends_well("a", "c")
-    assert any(cluster.directory.glob("steps-c.*.jsonl"))
-    cluster.is_exact()
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -94,23 +112,6 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def test_a_machine_leaves_when_it_is_told_to(machines: Machines) -> None:
-    """SIGTERM is a notice: what its workers hold is handed over, nobody is lost, and the agent ends at once."""
-    cluster = machines(limit=8)
-    cluster.start_agent("a", 1)
-    cluster.start_agent("b", 3, "--grace", "20")
-    cluster.steps_done(5)
-    cluster.signal("b", signal.SIGTERM)
-    cluster.event("notice", "is asked to leave within 20 s (SIGTERM)")
-    cluster.limit(NUM_STEPS)
-    assert cluster.join("b") == 128 + signal.SIGTERM
-    told = cluster.told("b")
-    assert "varuna: SIGTERM: the workers of this machine leave the job, within 20 s" in told
-    assert "SIGKILL" not in told
-    cluster.ends_well("a")
-    cluster.is_exact()
 
 
 def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
