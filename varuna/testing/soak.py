@@ -27,7 +27,7 @@ from varuna.morph.ledger_table import read_ledger
 from varuna.testing.faults import FaultScript
 from varuna.testing.soak_driver import NUM_WORKERS, Soak, Soaked
 
-STEPS_PER_FAULT = 16
+STEPS_PER_FAULT = 10
 EXACT = 1e-9
 """Relative, of the largest weight of a tensor. Other orders of summation differ by 1e-16 a step."""
 
