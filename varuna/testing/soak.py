@@ -28,7 +28,7 @@ from varuna.testing.faults import FaultScript
 from varuna.testing.soak_driver import NUM_WORKERS, Soak, Soaked
 
 STEPS_PER_FAULT = 10
-EXACT = 1e-9
+EXACT = 1e-12
 """Relative, of the largest weight of a tensor. Other orders of summation differ by 1e-16 a step."""
 
 _END_S = 600.0
