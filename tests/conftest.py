@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-ALONE = ("e2e", "launch", "generations", "examples", "benchmarks")
-"""Folders of such tests."""
+ALONE = {"e2e", "launch", "generations", "examples", "benchmarks", "test_replay.py"}
+"""Folders of such tests, and files."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in ALONE:
+        if ALONE & set(item.path.relative_to(here).parts):
             item.add_marker(pytest.mark.alone)

@@ -48,7 +48,7 @@ def gpt2_config() -> GPT2Config:
 
 def llama_config() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=10, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     directory = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(llama_config()).save_pretrained(directory, max_shard_size="4MB")
+    LlamaForCausalLM(llama_config()).save_pretrained(directory, max_shard_size="8MB")
     assert (directory / "model.safetensors.index.json").exists()
     return directory
 
