@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -165,6 +166,32 @@ def absent(context: Context) -> str:
 
 def test_an_absent_member_is_an_error_within_the_timeout() -> None:
     assert run_workers(2, absent) == ["noticed", "absent"]
+
+
+def dies_connecting(context: Context) -> str:
+    """Worker 2 has told the others where it is, and dies before they connect; worker 1 comes only then."""
+    store = context.world.store
+    if context.rank == 2:
+        store.set("pid", str(os.getpid()))
+        _ = context.groups().all
+    if context.rank == 1:
+        pid = int(store.get("pid"))
+        while len([key for key in store.list_keys() if "generation-0" in key]) < 2:
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+    groups = Groups(context.world, 0, timeout_s=60.0, forming_timeout_s=2.0)
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost):
+        groups.all.barrier()
+    groups.close(in_order=False)
+    assert time.monotonic() - started_s < 12
+    return "noticed"
+
+
+def test_a_member_that_dies_when_others_are_about_to_connect_holds_nobody_up() -> None:
+    with pytest.raises(WorkersFailed) as caught:
+        run_workers(3, dies_connecting)
+    assert caught.value.errors == {2: "died without a word"}
 
 
 def test_a_store_that_is_not_there() -> None:

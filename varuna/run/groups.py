@@ -28,6 +28,9 @@ from varuna.run.world import World, connect, store_is_served
 __all__ = ["Group", "Groups", "Pending", "World", "connect", "store_is_served"]
 
 
+_NUM_CONNECTS = 5
+"""How often gloo tries to connect to a peer; each may take as long as the group's timeout says."""
+
 HERE_TIMEOUT_S = 10.0
 """How long members that have all been seen may take to connect to one another."""
 
@@ -152,9 +155,12 @@ class Groups:
         where = {"interface": interface} if interface else {"hostname": self.world.address}
         device = create(**where, lazy_init=False)
         options._devices = [device]
-        options._timeout = self._timeout
+        patience = self._forming_timeout / _NUM_CONNECTS  # a peer may die when it is about to connect
+        options._timeout = min(self._timeout, patience)
         options._threads = 1
-        return cast(Backend, ProcessGroupGloo(store, rank, size, options))
+        group = cast(Backend, ProcessGroupGloo(store, rank, size, options))
+        group._set_default_timeout(self._timeout)  # type: ignore[attr-defined]
+        return group
 
     def _nccl(self, store: Store, rank: int, size: int) -> Backend:
         options = dist.ProcessGroupNCCL.Options()
