@@ -42,6 +42,7 @@ def _state_of(
         leaving="" if worker.leaving is None else worker.leaving.source,
         gone_reason=worker.gone_reason,
         is_connected=worker.incarnation in connected,
+        pid=worker.pid,
     )
 
 
