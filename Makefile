@@ -30,6 +30,7 @@ demo: $(VENV)/.demo
 
 # Two at a time what can be; then, one by one, what starts whole jobs or has a bound on time.
 test: setup
+	scripts/test-packages.sh
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not product and not gpu and not alone"
 	$(BIN)/python -m pytest -m "not product and not gpu and alone"
 
