@@ -28,7 +28,7 @@ $(VENV)/.demo:
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-# Two at a time what can be; then, one by one, what starts whole jobs or has a bound on time.
+# Two at a time what can be; then, one by one, tests that say how long something may take.
 test: setup
 	scripts/test-packages.sh
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not product and not gpu and not alone"

@@ -1,4 +1,4 @@
-"""Tests that run by themselves: those that start whole jobs or have a bound on time (see ``make test``)."""
+"""Tests that run by themselves, because a bound on time is part of what they say (see ``make test``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-ALONE = {"e2e", "launch", "generations", "examples", "benchmarks", "test_replay.py"}
+ALONE = {
+    "launch",
+    "benchmarks",
+    "test_no_hang.py",
+    "test_morph_ends.py",
+    "test_morph_faults.py",
+    "test_morph_forming.py",
+    "test_morph_cut.py",
+    "test_slow.py",
+    "test_soak.py",
+    "test_replay.py",
+}
 """Folders of such tests, and files."""
 
 

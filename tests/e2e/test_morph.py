@@ -27,7 +27,9 @@ def command(cache: Path, *arguments: str) -> str:
     [("step", 1), ("forward", 2), ("final backward", 1), ("reduce", 1), ("commit", 1), ("committed", 1)],
 )
 def test_a_worker_is_killed(start: Start, point: str, count: int) -> None:
-    run = start(fault("kill", 2, point, 7, count))
+    run = start(fault("kill", 2, point, 7, count), limit=7)
+    run.steps_done(7)  # the manager has heard what the job is
+    run.limit(NUM_STEPS)
     ended = run.ends_well()
     run.fired(2)
     assert "varuna: worker 2 was killed by SIGKILL (out of memory?); the others go on" in ended.stderr
@@ -36,7 +38,9 @@ def test_a_worker_is_killed(start: Start, point: str, count: int) -> None:
 
 
 def test_worker_0_is_killed_and_another_speaks_to_the_terminal(start: Start) -> None:
-    run = start(fault("kill", 0, "final backward", 5))
+    run = start(fault("kill", 0, "final backward", 5), limit=5)
+    run.steps_done(5)  # the manager has heard what the job is
+    run.limit(NUM_STEPS)
     ended = run.ends_well()
     told = ended.stdout.splitlines()
     assert told[:5] == [f"worker 0 tells step {index}" for index in range(5)]

@@ -201,6 +201,7 @@ class Agent:
 
     def _greeting(self) -> list[bytes]:
         """All that was ever said: a manager that was started again may have missed some of it."""
+        self.num_heard += 1  # it has answered
         with self._lock:
             return [entry.encoded() for entry in self._said]
 
