@@ -175,9 +175,12 @@ def test_how_a_job_goes_on() -> None:
         "VARUNA_HEARTBEAT_S": "3",
         "VARUNA_MANAGER_S": "20",
         "VARUNA_REPLACE_LOST": "1",
+        "VARUNA_FIND_SLOW": "0",
         "VARUNA_REST_S": "1.5",
     }
-    config = MorphConfig(heartbeat_limit_s=3.0, manager_limit_s=20.0, replace_lost=True, rest_s=1.5)
+    config = MorphConfig(
+        heartbeat_limit_s=3.0, manager_limit_s=20.0, replace_lost=True, finds_slow=False, rest_s=1.5
+    )
     assert MorphConfig.from_env(environ) == config
     without = MorphConfig.from_env(environ, replace_lost=False)
     assert without is not None

@@ -284,12 +284,14 @@ class MorphConfig:
         manager_limit_s: so is the manager, and another is started in its place. It thinks about plans
             meanwhile, so this is longer.
         replace_lost: start a new worker for each one that is lost.
-        rest_s: how long a worker that is much slower than its peers gets no work; twice as long each time.
+        finds_slow: give less work to workers that are slower than their peers.
+        rest_s: how long one that is much slower gets no work; twice as long each time.
     """
 
     heartbeat_limit_s: float = 10.0
     manager_limit_s: float = 60.0
     replace_lost: bool = False
+    finds_slow: bool = True
     rest_s: float = 300.0
 
     @staticmethod
@@ -297,7 +299,8 @@ class MorphConfig:
         environ: Mapping[str, str], wanted: bool | None = None, replace_lost: bool | None = None
     ) -> MorphConfig | None:
         """Read ``VARUNA_MORPH`` (0 or 1, by default 1), ``VARUNA_HEARTBEAT_S``, ``VARUNA_MANAGER_S``,
-        ``VARUNA_REPLACE_LOST`` (0 or 1, by default 0) and ``VARUNA_REST_S``.
+        ``VARUNA_REPLACE_LOST`` (0 or 1, by default 0), ``VARUNA_FIND_SLOW`` (0 or 1, by default 1) and
+        ``VARUNA_REST_S``.
 
         Args:
             environ: the variables.
@@ -319,6 +322,7 @@ class MorphConfig:
             heartbeat_limit_s=_seconds(environ, "VARUNA_HEARTBEAT_S", usual.heartbeat_limit_s),
             manager_limit_s=_seconds(environ, "VARUNA_MANAGER_S", usual.manager_limit_s),
             replace_lost=replace_lost,
+            finds_slow=_flag("VARUNA_FIND_SLOW", environ.get("VARUNA_FIND_SLOW") or "1"),
             rest_s=_seconds(environ, "VARUNA_REST_S", usual.rest_s),
         )
 

@@ -40,7 +40,11 @@ class Cluster:
         self.directory = directory
         self.state = directory / "state"
         self._warm = warm
-        self._environ = {"VARUNA_CACHE_DIR": str(directory / "cache"), "VARUNA_CLOUD": "none"}
+        self._environ = {
+            "VARUNA_CACHE_DIR": str(directory / "cache"),
+            "VARUNA_CLOUD": "none",
+            "VARUNA_FIND_SLOW": "0",
+        }
         self._address = address
         self._min_workers = min_workers
         self._pids: dict[str, int] = {}

@@ -80,7 +80,8 @@ class Run:
             stages=stages,
             cache_dir=cache_dir,
             morphs=True,
-            environ={**self.script.environ(), **(environ or {})},
+            # steps take milliseconds here: on a busy machine some worker would always be slow
+            environ={"VARUNA_FIND_SLOW": "0", **self.script.environ(), **(environ or {})},
         )
 
     @property

@@ -17,7 +17,7 @@ def test_a_slow_worker_gets_less_then_nothing_and_comes_back(start: Start, tmp_p
     """What a micro-batch takes is mostly a sleep, so that it does not depend on the machine."""
     set_pace(tmp_path, "pace", 0.03)
     set_pace(tmp_path, "pace-1", 0.055)
-    run = start(stages=1, limit=18, script="hooked.py", environ={"VARUNA_REST_S": "1"})
+    run = start(stages=1, limit=18, script="hooked.py", environ={"VARUNA_FIND_SLOW": "1", "VARUNA_REST_S": "1"})
     slow = run.event("slow", ".1.").text
     assert " is slow: " in slow
     assert " s for a micro-batch, its peers " in slow

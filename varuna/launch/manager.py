@@ -67,7 +67,8 @@ class ManagerProcess:
         self.log_path = log_dir / LOG_NAME
         self.journal_path = log_dir / JOURNAL_NAME
         limits = ["--heartbeat-limit", str(config.heartbeat_limit_s), "--rest", str(config.rest_s)]
-        flags = [*limits, *(["--replace-lost"] if config.replace_lost else []), *_arguments(many)]
+        chosen = {"--replace-lost": config.replace_lost, "--ignore-slow": not config.finds_slow}
+        flags = [*limits, *(flag for flag, is_set in chosen.items() if is_set), *_arguments(many)]
         self._request = StartManager(
             environ={"VARUNA_TOKEN": token}, arguments=["--journal", str(self.journal_path), *flags]
         )

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rest", type=float, default=Policy().rest_s, metavar="SECONDS", help="of slow workers"
     )
     parser.add_argument("--replace-lost", action="store_true", help="ask for a worker for each that is lost")
+    parser.add_argument("--ignore-slow", action="store_true", help="slow workers get as much work as others")
     given = parser.parse_args(arguments)
     token = os.environ.pop("VARUNA_TOKEN", "")
     if not token:
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 min_workers=given.min_workers,
                 settle_s=given.settle,
                 replace_lost=given.replace_lost,
+                finds_slow=not given.ignore_slow,
                 rest_s=given.rest,
             )
             restored = journal.restore(plan_for, policy)

@@ -19,6 +19,7 @@ class Policy:
         replace_lost: ask for a new worker wherever one was lost.
         max_same_failures: newcomers that may end with the same failure while the job waits for one; and that
             may be lost one after the other, before they have joined, until they are not replaced any more.
+        finds_slow: give less work to workers that are slower than their peers.
         rest_s: how long a worker that is much slower than its peers gets no work; twice as long each time.
         min_workers: the job is founded when agents have offered so many; 0: whoever started the manager starts
             the founders.
@@ -32,6 +33,7 @@ class Policy:
     leave_margin_s: float = 1.0
     replace_lost: bool = False
     max_same_failures: int = 3
+    finds_slow: bool = True
     rest_s: float = 300.0
     min_workers: int = 0
     settle_s: float = 5.0

@@ -24,6 +24,9 @@ SLOW_BELOW = 0.8
 REST_BELOW = 0.5
 """A worker at less than this gets no work, as long as the others can do without it."""
 
+LEAST_LAG_S = 0.01
+"""A worker that takes less than this longer for a micro-batch is not slow: what else a machine does is as much."""
+
 REST_S = 300.0
 """How long a worker rests before it is given another try; twice as long each time."""
 
@@ -95,7 +98,8 @@ def _work(stage: StageSpec) -> tuple[int, int, bool]:
 
 
 def _pace(rank: int, own_s: Sequence[float], peers_s: float) -> Pace:
-    num_slow = sum(seconds * SLOW_BELOW > peers_s for seconds in own_s)
+    limit_s = max(peers_s / SLOW_BELOW, peers_s + LEAST_LAG_S)
+    num_slow = sum(seconds > limit_s for seconds in own_s)
     return Pace(
         rank=rank,
         speed=min(1.0, peers_s / median(own_s)),

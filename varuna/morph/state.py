@@ -259,6 +259,8 @@ class Manager(Agents):
 
     def _judge(self, worker: WorkerRecord, message: StepDone, now_s: float) -> None:
         note_busy(self.job, worker, message)
+        if not self.policy.finds_slow:
+            return
         if self.job.phase is Phase.RUNNING and message.step_index % WINDOW == WINDOW - 1:
             news = judge(self.job, now_s, self.policy.rest_s)
             for text in news:
