@@ -25,7 +25,7 @@ REST_BELOW = 0.5
 """A worker at less than this gets no work, as long as the others can do without it."""
 
 LEAST_LAG_S = 0.01
-"""A worker that takes less than this longer for a micro-batch is not slow: other work on a machine is as much."""
+"""A worker that takes less than this longer for a micro-batch is not slow: other work costs as much."""
 
 REST_S = 300.0
 """How long a worker rests before it is given another try; twice as long each time."""
