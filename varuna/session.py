@@ -203,7 +203,7 @@ class Varuna:
         """
         num_steps = checked_num_steps(num_steps)
         work = self._ready()
-        call, is_over = self._calls.begin("train")
+        call, is_over = self._calls.begin("train", self.step_index)
         return iter(()) if is_over else self._train(work, call, num_steps)
 
     def evaluate(self, dataset: MapDataset, batch_size: int | None = None) -> float:
@@ -279,9 +279,13 @@ class Varuna:
         return self._work.member_or_none if self._work is not None else None
 
     def _ready(self) -> Work:
-        """The job at work, for the next call: with nothing left to do of its last step."""
+        """The job at work, for the next call: with nothing left to do of its last step.
+
+        In the body of a ``train`` loop that is left for its end: a newcomer could not come to this call.
+        """
         work = self._started()
-        work.settle()
+        if not self._calls.in_loop or work.is_cut_off:
+            work.settle()
         return work
 
     def _started(self) -> Work:
@@ -314,7 +318,9 @@ class Varuna:
                 if step is not None:
                     num_done += 1
                     self._publish(StepFinished(step=step))
+                    self._calls.in_loop = True
                     yield step
+                    self._calls.in_loop = False
                     work.settle()
             work.collect_trace()
         except GeneratorExit:
@@ -325,6 +331,7 @@ class Varuna:
             error = f"{type(raised).__name__}: {raised}"
             raise
         finally:
+            self._calls.in_loop = False
             duration_s = time.monotonic() - started_s
             self._publish(TrainFinished(num_steps=num_done, duration_s=duration_s, error=error))
 

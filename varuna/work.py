@@ -237,6 +237,11 @@ class Work:
             device=request.device,
         )
 
+    @property
+    def is_cut_off(self) -> bool:
+        """The generation of the last step is over: nothing can be done together before the next one."""
+        return self.member.has_formation
+
     def settle(self) -> None:
         """After the loop's body: save the state if that was agreed on, end the generation if that was.
 

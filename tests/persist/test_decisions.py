@@ -100,6 +100,27 @@ def test_a_newcomer_passes_over_what_was_made_before_it() -> None:
     assert newcomer.end_of(third, 4) == 9
 
 
+def test_a_newcomer_comes_to_a_loop_between_two_steps() -> None:
+    log = CallLog()
+    loop, _ = log.begin("train")
+    log.end_of(loop, 20)
+    log.in_loop = True
+    log.begin("evaluate")
+    log.begin("evaluate")
+    log.in_loop = False
+    newcomer = CallLog()
+    newcomer.take(log.calls)
+    assert newcomer.begin("train", 12) == (newcomer.calls[0], False)
+    newcomer.in_loop = True
+    made, _ = newcomer.begin("evaluate")
+    assert made is newcomer.calls[3], "those before are over"
+    log.begin("full_state_dict")
+    late = CallLog()
+    late.take(log.calls)
+    assert late.begin("train", 20) == (late.calls[0], True)
+    assert late.begin("full_state_dict") == (late.calls[3], False)
+
+
 def test_a_resumed_script_counts_from_the_beginning() -> None:
     log = CallLog()
     first, _ = log.begin("train")

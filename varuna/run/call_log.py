@@ -27,18 +27,25 @@ class Call(msgspec.Struct, kw_only=True):
         end_step: of ``train``: where it ends; None until its first step.
         was_left: of ``train``: its loop was left before that; ``end_step`` is where.
         value: of ``evaluate``: what it returned; None until it has.
+        in_loop: made in the body of a ``train`` loop.
     """
 
     name: str
     end_step: int | None = None
     was_left: bool = False
     value: float | None = None
+    in_loop: bool = False
 
 
 class CallLog:
-    """The calls of this worker's script and of those that were there before it."""
+    """The calls of this worker's script and of those that were there before it.
+
+    Attributes:
+        in_loop: whether the script is in the body of a ``train`` loop.
+    """
 
     def __init__(self) -> None:
+        self.in_loop = False
         self._calls: list[Call] = []
         self._num_made = 0
         self._num_before = 0
@@ -60,14 +67,20 @@ class CallLog:
         """The ``train`` calls that the checkpoint knew of from which this life of the job began."""
         return tuple(self._resumed)
 
-    def begin(self, name: str) -> tuple[Call, bool]:
-        """The next call of the script, and whether the others had made it before this newcomer came.
+    def begin(self, name: str, step_index: int = 0) -> tuple[Call, bool]:
+        """The next call of the script, and whether it was over before this newcomer came.
+
+        A newcomer comes to a ``train`` loop between two steps: what was called in its body is over.
+
+        Args:
+            name: of the call.
+            step_index: the next step.
 
         Raises:
             ProtocolError: the others had made another one.
         """
         if self._num_made == len(self._calls):
-            self._calls.append(Call(name=name))
+            self._calls.append(Call(name=name, in_loop=self.in_loop))
         call = self._calls[self._num_made]
         self._num_made += 1
         if call.name != name:
@@ -75,7 +88,11 @@ class CallLog:
                 f"Call {self._num_made} of this worker's script is {name}, and was {call.name} on the workers "
                 f"that were there before it. Every worker must run the same script."
             )
-        return call, self._num_made < self._num_before
+        if name != TRAIN or self._num_made > self._num_before:
+            return call, self._num_made < self._num_before
+        while self._num_made < self._num_before and self._calls[self._num_made].in_loop:
+            self._num_made += 1
+        return call, call.end_step is not None and (call.was_left or step_index >= call.end_step)
 
     def end_of(self, call: Call, num_steps: int) -> int:
         """Where a ``train`` call of this log ends that is about to make its first step here."""

@@ -161,6 +161,11 @@ class Member:
             self._control.step_done(self._step_report(committed))
         self._was_first = self.rank == 0
 
+    @property
+    def has_formation(self) -> bool:
+        """The generation has been lost in its last step, and it is known how the next one begins."""
+        return self._formation is not None
+
     def go_on(self) -> None:
         """All that belongs to the last step is done: end the generation if that step was its last."""
         committed = self._committed
