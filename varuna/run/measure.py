@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,8 @@ BUDGET_S = 6.0
 """Seconds that measuring may take; small models need far less."""
 
 _LEAST_GAIN = 0.03
-"""Twice the micro-batch size must raise throughput by this share, or larger ones are not measured."""
+"""Twice the micro-batch size must raise throughput by this share, or the next larger one is the last measured:
+a single measurement may have been disturbed."""
 
 _MEMORY_SHARE = 0.6
 """Of the memory that is free, how much a measurement may take."""
@@ -308,12 +310,11 @@ def _is_worthwhile(
     last = max(found)
     if _kept_bytes(found[last]) * size / last > limit_bytes:
         return False
-    earlier = [known for known in found if known < last]
-    if not earlier:
+    newest = sorted(found)[-3:]
+    if len(newest) < 3:
         return True
-    before = max(earlier)
-    now_s, before_s = _seconds(found[last]) / last, _seconds(found[before]) / before
-    return now_s < before_s * (1 - _LEAST_GAIN)
+    each_s = [_seconds(found[known]) / known for known in newest]
+    return any(after < before * (1 - _LEAST_GAIN) for before, after in pairwise(each_s))
 
 
 def _kept_bytes(samples: Mapping[int, _Samples]) -> int:
