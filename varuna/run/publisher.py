@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from varuna.events import Event, EventBus, Listener
+from varuna.events import Event, EventBus, Listener, TrainFinished, TrainStarted
 
 
 class Publisher:
@@ -19,12 +19,20 @@ class Publisher:
         self._bus = EventBus()
         self._listener = listener
         self._is_first = is_first
+        self._untold: TrainStarted | None = None
 
     def publish(self, event: Event) -> None:
-        """Tell one event, if this worker is the one that tells."""
+        """Tell one event, if this worker is the one that tells; first the start of the training under way."""
+        if isinstance(event, TrainStarted):
+            self._untold = event
+        elif isinstance(event, TrainFinished) and not self._is_first():
+            self._untold = None
         if not self._is_first():
             return
+        begun, self._untold = self._untold, None
         if self._listener is not None:
             self._bus.subscribe(self._listener())
             self._listener = None
+        if begun is not None and begun is not event:
+            self._bus.publish(begun)
         self._bus.publish(event)
