@@ -7,8 +7,30 @@ stands (``HaltReport``) and waits for a ``Verdict``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from varuna.spec import Plan
+
+Point = Literal[
+    "start",
+    "join",
+    "step",
+    "forward",
+    "final backward",
+    "reduce",
+    "commit",
+    "committed",
+    "form",
+    "transfer",
+    "gather",
+    "save",
+    "manifest",
+]
+"""Where a worker can be: it starts, a newcomer is ready for a place, a step begins, a micro-batch's forward
+begins, the last backward of the step begins, gradients are all there, they are reduced and the commit begins,
+the commit has returned, a generation is being formed, a section is about to change hands, all have come to
+gather the whole state on worker 0, a part of a checkpoint is about to be written (in a thread), all parts are
+there and make it a checkpoint (likewise)."""
 
 
 @dataclass(frozen=True, kw_only=True)

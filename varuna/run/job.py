@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from varuna.generations import Point
 from varuna.run.fetch import CollateFn, MapDataset
 from varuna.run.precision import AutocastSpec
 from varuna.run.spans import SpanRecorder
@@ -15,26 +16,8 @@ from varuna.run.spans import SpanRecorder
 LossWeight = Callable[[Any], float | torch.Tensor]
 """The user's ``loss_weight``: a collated batch to the weight of its loss."""
 
-POINTS = (
-    "start",
-    "join",
-    "step",
-    "forward",
-    "final backward",
-    "reduce",
-    "commit",
-    "committed",
-    "form",
-    "transfer",
-    "gather",
-    "save",
-    "manifest",
-)
-"""Where a worker can be: it starts, a newcomer is ready for a place, a step begins, a micro-batch's forward
-begins, the last backward of the step begins, gradients are all there, they are reduced and the commit begins,
-the commit has returned, a generation is being formed, a section is about to change hands, all have come to
-gather the whole state on worker 0, a part of a checkpoint is about to be written (in a thread), all parts are
-there and make it a checkpoint (likewise)."""
+POINTS: tuple[str, ...] = get_args(Point)
+"""The names of all points."""
 
 
 def _nothing(_point: str) -> None:
@@ -53,7 +36,7 @@ class JobSpec:
         loss_weight: weight of a batch's loss; None leaves it to what forward returns.
         token: secret of the job, for connections between workers.
         spans: told what this worker does when.
-        at: called at named points (``POINTS``), where tests let things go wrong.
+        at: called at named points (``Point``), where tests let things go wrong.
     """
 
     dataset: MapDataset

@@ -8,7 +8,7 @@ The training script knows nothing of it: workers find the script's directory in 
 ``faults.json`` has the faults, which may grow while the job runs (``add``), and ``fired.jsonl`` gets a line for
 each that happens, before it does. Each happens once, whoever comes first if ``worker`` is None.
 
-Points (``varuna.run.job.POINTS``), in the order of a step: ``step`` a step begins, ``forward`` that of a
+Points (``varuna.generations.Point``), in the order of a step: ``step`` a step begins, ``forward`` that of a
 micro-batch begins, ``final backward`` the last backward begins, ``reduce`` gradients are all there and not yet
 summed, ``commit`` they are, ``committed`` the commit has returned and no weight has changed; and ``start`` a
 worker's job starts, ``join`` a newcomer is ready, ``form`` a generation is being formed, ``transfer`` a section
@@ -32,25 +32,11 @@ import msgspec
 from msgspec import Struct
 
 from varuna.errors import ConfigError
+from varuna.generations import Point
 from varuna.testing.silence import silence_connections
 
 VARIABLE = "VARUNA_FAULTS"
 
-Point = Literal[
-    "start",
-    "join",
-    "step",
-    "forward",
-    "final backward",
-    "reduce",
-    "commit",
-    "committed",
-    "form",
-    "transfer",
-    "gather",
-    "save",
-    "manifest",
-]
 What = Literal["kill", "freeze", "cut", "delay", "hold", "raise"]
 _POLL_S = 0.005
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from varuna.generations import Point
 from varuna.morph.views import Status
-from varuna.testing.faults import Fault, Point
+from varuna.testing.faults import Fault
 
 STEP_POINTS: tuple[Point, ...] = ("step", "forward", "final backward", "reduce", "commit", "committed")
 _STAGE_POINTS: tuple[Point, ...] = ("forward", "final backward", "reduce")
