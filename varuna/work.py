@@ -50,8 +50,8 @@ _T = TypeVar("_T")
 class JobControl(Control, Protocol):
     """Whoever decides who works in which generation; ``ManagedControl`` if the launcher named a manager."""
 
-    def describe(self, description: Described) -> None:
-        """What the job is; said once, by rank 0 of the first generation."""
+    def describe(self, description: Described, *, at_once: bool) -> None:
+        """What the job is: told at once, or where this worker's first generation ends, in case it is not known."""
 
     def checkpointed(self, next_step: int, address: str) -> None:
         """The job can go back to a checkpoint; from any thread."""
@@ -173,9 +173,9 @@ class Work:
         return Member(worker, generation, self._control, carried=self.checkpoints, wish=self._wish)
 
     def _describe(self, started: StartedJob) -> None:
-        """Tell the manager what it plans for."""
+        """Tell the manager what it plans for; worker 0 does, but may be lost before it is heard."""
         generation, choice = started.generation, started.choice
-        if self._control is None or generation.world.rank != 0:
+        if self._control is None:
             return
         layout, job = self._request.layout, self._request.job
         self._control.describe(
@@ -192,7 +192,8 @@ class Work:
                 first_step=self.standing.step_index,
                 step_s=choice.step_s,
                 micro_batch_s=choice.micro_batch_s,
-            )
+            ),
+            at_once=generation.world.rank == 0,
         )
 
     def _tell_checkpoint(self, next_step: int, address: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class Run:
         found: list[LoggedEvent] = []
 
         def look() -> bool:
-            for event in self.client.events(after=self._num_seen):
+            for event in self._events():
                 self._num_seen = event.number
                 if event.kind == kind and text in event.text:
                     found.append(event)
@@ -117,6 +117,12 @@ class Run:
 
         wait_until(look, 30, f"an event {kind!r} with {text!r}")
         return found[0]
+
+    def _events(self) -> Iterator[LoggedEvent]:
+        try:
+            yield from self.client.events(after=self._num_seen)
+        except ConfigError as error:
+            raise AssertionError(self.wait().stderr) from error
 
     def status(self) -> Status:
         """How it stands; a manager that starts on a busy machine is given time to answer."""

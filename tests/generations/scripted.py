@@ -83,7 +83,7 @@ class ScriptedControl:
         self.generation = generation
         self._on_formed(generation)
 
-    def describe(self, description: Described) -> None:
+    def describe(self, description: Described, *, at_once: bool) -> None:
         assert description.sections
 
     def step_done(self, report: StepReport) -> None:

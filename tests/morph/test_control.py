@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.launch.jobs import wait_until
 from tests.morph.serving import TOKEN, Place, place
+from tests.morph.world_parts import DESCRIBED
 from varuna.errors import ConfigError, RunError
 from varuna.generations import (
     Formation,
@@ -29,6 +30,7 @@ from varuna.morph.link import REASON_HEADER
 from varuna.morph.messages import (
     Abort,
     Beat,
+    Described,
     Finished,
     Form,
     Formed,
@@ -118,6 +120,7 @@ class Setup:
         at.serve(self.mouth.app())
         self.control = ManagedControl(at.url, TOKEN, "vm.1.abcd")
         wait_until(lambda: self.control._link.is_connected, TIMEOUT_S, "it connects and has greeted")
+        wait_until(lambda: self.mouth.sockets, TIMEOUT_S, "its manager has seen that")
 
     def say(self, message: ToWorker) -> None:
         self.at.loop.run(self.mouth.sockets[-1].send_bytes(encode(message)))
@@ -190,6 +193,23 @@ def test_what_it_tells(setup: Setup) -> None:
     )
     setup.control.formed(Generation(index=2))
     assert setup.mouth.next(Formed) == Formed(generation=2, plan=None, times=generation.forming_times)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_the_job_is_is_told_once_and_at_the_latest_when_the_first_generation_ends(
+    setup: Setup, at_once: bool
+) -> None:
+    generation = Generation(index=0)
+    setup.control.describe(DESCRIBED, at_once=at_once)
+    setup.control.forming(generation)
+    setup.control.formed(generation)
+    order = [Described, Formed, Halted, Halted] if at_once else [Formed, Described, Halted, Halted]
+    setup.say(Form(formation=formation(1)))
+    setup.control.halted(report(0))
+    setup.say(Form(formation=formation(2)))
+    setup.control.halted(report(1))
+    for kind in order:
+        setup.mouth.next(kind)
 
 
 def test_a_halted_member_goes_on_once_for_each_order(setup: Setup) -> None:

@@ -184,6 +184,18 @@ def test_a_founder_that_is_killed_once_the_plan_is_known() -> None:
     assert world.manager.job.generation.members == ("w0", "w1")
 
 
+def test_worker_0_is_killed_before_its_manager_has_heard_of_the_job() -> None:
+    world = World(3, stages=(1,))
+    first = world.workers["w0"]
+    first.outbox.clear()
+    run(world, lambda: all(worker.mode == "running" for worker in world.workers.values()))
+    first.outbox.clear()
+    assert world.manager.job.phase is Phase.FOUNDING
+    world.kill(first)
+    check_done(world)
+    assert world.manager.job.generation.members == ("w1", "w2")
+
+
 def test_members_that_pause_wait_for_one_another_only_so_long() -> None:
     world = started(3, stages=(1,), num_steps=8)
     world.notice(world.workers["w1"], 0.0)

@@ -94,6 +94,8 @@ class WorldWorkers:
     # --- what a worker does -----------------------------------------------------------------
 
     def _say(self, worker: Worker, message: FromWorker, *, is_state: bool = True) -> None:
+        if isinstance(message, Halted | Finished) and message.report.generation == 0:
+            worker.outbox.append(world_parts.DESCRIBED)  # worker 0 may be lost before it was heard
         worker.outbox.append(message)
         if is_state:
             worker.state = message

@@ -105,6 +105,7 @@ class ManagedControl:
         self._paused: set[int] = set()
         self._state: FromWorker | None = None
         self._description: Described | None = None
+        self._is_described = False
         self._founded: Formed | None = None  # its plan is known from nobody else, whatever has happened since
         self._checkpoint: CheckpointComplete | None = None
         self._orders: queue.SimpleQueue[Form | Leave | Refusal | Abort] = queue.SimpleQueue()
@@ -139,10 +140,12 @@ class ManagedControl:
 
     # --- the training thread ----------------------------------------------------------------
 
-    def describe(self, description: Described) -> None:
-        """What the job is; said by rank 0 of the first generation."""
-        self._description = description
-        self._link.send(encode(description))
+    def describe(self, description: Described, *, at_once: bool) -> None:
+        """See ``varuna.work.JobControl``."""
+        with self._lock:
+            self._description = description
+        if at_once:
+            self._tell_description()
 
     def checkpointed(self, next_step: int, address: str) -> None:
         """The job can go back to a checkpoint; from any thread."""
@@ -233,9 +236,18 @@ class ManagedControl:
         self._link.close()
 
     def _tell(self, state: Ready | Halted | Formed | Finished) -> None:
+        if isinstance(state, Halted | Finished) and state.report.generation == 0:
+            self._tell_description()  # whoever should have may be lost
         with self._lock:
             self._state = state
         self._link.send(encode(state))
+
+    def _tell_description(self) -> None:
+        with self._lock:
+            description, is_told = self._description, self._is_described
+            self._is_described = True
+        if description is not None and not is_told:
+            self._link.send(encode(description))
 
     def _next_order(self) -> Verdict:
         while True:
@@ -269,8 +281,9 @@ class ManagedControl:
 
     def _greeting(self) -> list[bytes]:
         with self._lock:
+            description = self._description if self._is_described else None
             founded = None if self._founded is self._state else self._founded
-            messages = (self._description, founded, self._state, self._checkpoint)
+            messages = (description, founded, self._state, self._checkpoint)
         return [encode(message) for message in messages if message is not None]
 
     def _received(self, data: bytes) -> None:

@@ -35,7 +35,7 @@ class Beat(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=Tr
 
 
 class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What the job is; rank 0 of the first generation says it once, before ``Formed``.
+    """What the job is; rank 0 of the first generation says it once, before ``Formed``; if that ends, all do.
 
     Attributes:
         sections: of the model.
