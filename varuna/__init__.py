@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from varuna.versions import VARUNA_VERSION as __version__
+
 if TYPE_CHECKING:
     from varuna.config import LayoutConfig as Layout
     from varuna.config_checkpoint import CheckpointConfig as Checkpoints
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from varuna.partition.loss import Loss
     from varuna.session import Varuna
     from varuna.spec import Plan, SectionSpec, Step
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",

@@ -32,6 +32,7 @@ from varuna.morph.messages import (
     encode,
 )
 from varuna.morph.notices import NoticeWithdrawn, PreemptionNotice, Told
+from varuna.versions import installed_versions, must_be_equal
 
 Order = Welcome | StartFounders | StartWorker | StopWorker | JobEnded | Refusal | Told
 """What waits for the launcher: the manager's orders, and what is heard of this machine's future."""
@@ -90,7 +91,7 @@ class Agent:
         self._link = Link(
             f"{url}/agent",
             token,
-            {"machine": machine, "agent": self.name},
+            {"machine": machine, "agent": self.name, **must_be_equal(installed_versions())},
             received=self._received,
             greeting=self._greeting,
             refused=self.put,

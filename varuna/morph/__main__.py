@@ -26,6 +26,7 @@ from varuna.morph.messages import Welcome
 from varuna.morph.planning import plan_for, warm_up
 from varuna.morph.policy import Policy
 from varuna.morph.server import Server, request_log
+from varuna.versions import installed_versions
 
 _TICKS_PER_LIMIT = 20
 _MOST_TICK_S = 0.25
@@ -73,15 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 welcome=welcome,
                 described=lambda job: job.profile and warm_up(job),
             )
-            asyncio.run(_serve(hub, listener, token, given.heartbeat_limit / _TICKS_PER_LIMIT))
+            server = Server(hub, token, run_id=given.run_id, versions=installed_versions())
+            asyncio.run(_serve(hub, server, listener, given.heartbeat_limit / _TICKS_PER_LIMIT))
         finally:
             journal.close()
     return 0
 
 
-async def _serve(hub: Hub, listener: socket.socket, token: str, tick_s: float) -> None:
+async def _serve(hub: Hub, server: Server, listener: socket.socket, tick_s: float) -> None:
     runner = web.AppRunner(
-        Server(hub, token).application(),
+        server.application(),
         access_log=None,
         logger=request_log(),
         shutdown_timeout=_SHUTDOWN_S,

@@ -1,7 +1,9 @@
 """The manager's door: WebSockets for workers and agents, HTTP for people. Loopback, unless bound elsewhere.
 
     GET  /worker?incarnation=NAME     WebSocket; messages as in ``messages.py``
-    GET  /agent?machine=NAME[&agent=NAME]  the same for an agent; named like its machine if it is alone there
+    GET  /agent?machine=NAME[&agent=NAME]&varuna=V&torch=V  the same for an agent; named like its machine if it is
+                                      alone there; refused with 403 if its versions are not the job's
+    GET  /about                       ``About`` as JSON
     GET  /status                      ``Status`` as JSON
     GET  /events[?after=N][&follow=1] ``LoggedEvent``, one JSON object a line
     POST /preempt                     ``PreemptRequest``
@@ -18,6 +20,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -31,7 +34,8 @@ from varuna.morph.hub import Connection, Hub
 from varuna.morph.link import REASON_HEADER
 from varuna.morph.messages import LeaveAsked
 from varuna.morph.status import status_of
-from varuna.morph.views import AddRequest, PreemptRequest
+from varuna.morph.views import About, AddRequest, PreemptRequest
+from varuna.versions import UNKNOWN, Versions, installed_versions, refusal_of_versions
 
 MOST_MESSAGE_BYTES = 64 << 20
 """Of a worker's message: a description has the names of all parameters."""
@@ -61,11 +65,15 @@ class Server:
     Args:
         hub: who answers.
         token: the job's; never empty.
+        run_id: of the job; empty if agents are not told.
+        versions: that agents must have; None for any.
     """
 
-    def __init__(self, hub: Hub, token: str) -> None:
+    def __init__(self, hub: Hub, token: str, *, run_id: str = "", versions: Versions | None = None) -> None:
         assert token, "a job without a token"
         self._hub = hub
+        self._run_id = run_id
+        self._versions = versions
         self._expected = f"Bearer {token}".encode()
 
     def application(self) -> web.Application:
@@ -73,6 +81,7 @@ class Server:
         app = web.Application(middlewares=[self._only_with_token()], client_max_size=_MOST_BODY_BYTES)
         app.router.add_get("/worker", self._worker)
         app.router.add_get("/agent", self._agent)
+        app.router.add_get("/about", self._about)
         app.router.add_get("/status", self._status)
         app.router.add_get("/events", self._events)
         app.router.add_post("/preempt", self._preempt)
@@ -121,6 +130,8 @@ class Server:
         name = request.query.get("agent", machine)
         if not _is_name(machine) or not _is_name(name):
             return _error(400, f"{machine[:80]!r}, {name[:80]!r}: no name of a machine, or of an agent")
+        if refusal := self._refusal_of(request):
+            return _error(403, refusal)
         hub = self._hub
         async with _socket(request) as socket:
             connection = hub.agent_connected(name, machine)
@@ -130,7 +141,20 @@ class Server:
                 hub.agent_gone(name, connection)
             return socket
 
+    def _refusal_of(self, request: web.Request) -> str:
+        """Why an agent may not take part; empty if it may."""
+        if self._versions is None:
+            return ""
+        told = {name: request.query.get(name, UNKNOWN)[:_MOST_NAME_LETTERS] for name in ("varuna", "torch")}
+        return refusal_of_versions(Versions(**told), self._versions)
+
     # --- people -----------------------------------------------------------------------------
+
+    async def _about(self, _: web.Request) -> web.StreamResponse:
+        about = About(
+            run_id=self._run_id, versions=self._versions or installed_versions(), unix_s=time.time()
+        )
+        return _json(msgspec.json.encode(about))
 
     async def _status(self, _: web.Request) -> web.StreamResponse:
         return _json(msgspec.json.encode(status_of(self._hub)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from varuna.spec import Plan
+from varuna.versions import Versions
 
 # --- shown ----------------------------------------------------------------------------------
 
@@ -76,6 +77,20 @@ class Status(Struct, frozen=True, kw_only=True):
     num_committed: int
     workers: tuple[WorkerState, ...]
     events: tuple[LoggedEvent, ...]
+
+
+class About(Struct, frozen=True, kw_only=True):
+    """What a manager says of itself.
+
+    Attributes:
+        run_id: of its job; empty if that is known on its own machine alone.
+        versions: of its machine, which all others need.
+        unix_s: its clock, seconds since 1970.
+    """
+
+    run_id: str
+    versions: Versions
+    unix_s: float
 
 
 # --- asked ----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from varuna.run.startup import (
     agree_on_signature,
     compare_partitions,
     compare_settings,
+    compare_versions,
     compare_weights,
     is_on_meta,
     leader_first,
@@ -109,6 +110,7 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJ
         PeerLost: another worker gave up.
     """
     job = request.job
+    compare_versions(world)
     compare_settings(
         world,
         {

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -26,6 +28,7 @@ from varuna.run.address import choose_address
 from varuna.run.failure import published_failure
 from varuna.run.groups import World, connect
 from varuna.run.memory import available_bytes
+from varuna.versions import Versions, installed_versions, refusal_of_versions
 
 START_TIMEOUT_S = 600.0
 """How long a worker waits for another one's part of the start (a capture, say) before it gives up."""
@@ -179,6 +182,19 @@ def compare_settings(world: World, settings: Mapping[str, object]) -> None:
                 f"Workers were given different settings: {name} is {settings[name]!r} on worker {world.rank} "
                 f"and {value!r} on worker 0. Every worker must run the same script on the same data."
             )
+
+
+def compare_versions(world: World) -> None:
+    """Raise ConfigError, naming both, if torch or varuna here is not worker 0's. For launchers without a manager."""
+    if world.size == 1:
+        return
+    mine = replace(installed_versions(), torch=str(torch.__version__))
+    if world.rank == 0:
+        world.store.set("versions", json.dumps(asdict(mine)))
+        return
+    job = Versions(**json.loads(wait_for(world.store, "versions", "worker 0 to start")))
+    if refusal := refusal_of_versions(mine, job):
+        raise ConfigError(f"Worker {world.rank} on {socket.gethostname()} cannot take part: {refusal}")
 
 
 def compare_partitions(world: World, partition: Partition) -> None:
