@@ -51,7 +51,7 @@ class JobControl(Control, Protocol):
     """Whoever decides who works in which generation; ``ManagedControl`` if the launcher named a manager."""
 
     def describe(self, description: Described, *, at_once: bool) -> None:
-        """What the job is: told at once, or when this worker's first generation ends: it may be unknown then."""
+        """What the job is: told at once, or when this worker's first generation ends, if it is unknown then."""
 
     def checkpointed(self, next_step: int, address: str) -> None:
         """The job can go back to a checkpoint; from any thread."""
