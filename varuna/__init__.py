@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from varuna.versions import VARUNA_VERSION as __version__
+from varuna.versions import VARUNA_VERSION
 
 if TYPE_CHECKING:
     from varuna.config import LayoutConfig as Layout
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from varuna.partition.loss import Loss
     from varuna.session import Varuna
     from varuna.spec import Plan, SectionSpec, Step
+
+__version__ = VARUNA_VERSION
 
 __all__ = [
     "CaptureError",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from varuna.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -16,26 +21,48 @@ if TYPE_CHECKING:
     from varuna.morph.views import Status
 
 _WATCH_S = 0.5
-_run_option = click.option("--run", "run_id", default="", help="Name of the run. Default: the newest.")
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which run a command is for; it is given a ``client`` for it."""
+
+    @functools.wraps(command)
+    def with_client(*, run_id: str, url: str, token_file: Path | None, **given: object) -> None:
+        command(client=_client(run_id, url, token_file), **given)
+
+    for option in (
+        click.option(
+            "--token-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="With --manager: file with the job's token. Default: the variable VARUNA_TOKEN.",
+        ),
+        click.option(
+            "--manager",
+            "url",
+            default="",
+            metavar="URL",
+            help="Of a run that is managed on another machine: what `varuna manager` has printed.",
+        ),
+        click.option("--run", "run_id", default="", help="Name of a run on this machine. Default: the newest."),
+    ):
+        with_client = option(with_client)
+    return with_client
 
 
 @click.command()
 @click.option("--watch", is_flag=True, help="Go on showing it until the run ends.")
-@_run_option
-def status(*, watch: bool, run_id: str) -> None:
+@run_options
+def status(*, watch: bool, client: RunClient) -> None:
     """Show a run: its workers, generation and plan, and what happened last."""
     from rich.console import Console
     from rich.live import Live
 
-    from varuna.errors import ConfigError
-
-    client = _client(run_id)
     console = Console()
     if not watch:
         console.print(render_status(client.run.run_id, client.status()))
         return
     with Live(console=console, auto_refresh=False) as live:
-        while _is_alive(client):
+        while client.is_alive():
             try:
                 live.update(render_status(client.run.run_id, client.status()), refresh=True)
             except ConfigError:  # it has just ended, or its manager is being started again
@@ -46,12 +73,12 @@ def status(*, watch: bool, run_id: str) -> None:
 
 @click.command()
 @click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until the run ends.")
-@_run_option
-def events(*, follow: bool, run_id: str) -> None:
+@run_options
+def events(*, follow: bool, client: RunClient) -> None:
     """Print what has happened in a run, one JSON object a line."""
     import msgspec
 
-    for event in _client(run_id).events(follow=follow):
+    for event in client.events(follow=follow):
         sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
         sys.stdout.flush()
 
@@ -61,13 +88,13 @@ def events(*, follow: bool, run_id: str) -> None:
 @click.option(
     "--deadline", type=click.FloatRange(min=0), default=0.0, help="Seconds until it is gone. Default: no hurry."
 )
-@_run_option
-def preempt(*, target: str, deadline: float, run_id: str) -> None:
+@run_options
+def preempt(*, target: str, deadline: float, client: RunClient) -> None:
     """Have a worker, or all workers of a machine, hand over what they hold and leave.
 
     A worker is called by its number, as in its log's name, or by its whole name in `varuna status`.
     """
-    asked = _client(run_id).preempt(target, deadline)
+    asked = client.preempt(target, deadline)
     click.echo(f"asked to leave: {', '.join(asked)}")
 
 
@@ -79,10 +106,10 @@ def workers() -> None:
 @workers.command()
 @click.argument("count", type=click.IntRange(min=1))
 @click.option("--machine", default="", help="Where. Default: anywhere.")
-@_run_option
-def add(*, count: int, machine: str, run_id: str) -> None:
+@run_options
+def add(*, count: int, machine: str, client: RunClient) -> None:
     """Start COUNT more workers, which join the run when they are ready."""
-    where = _client(run_id).add_workers(count, machine)
+    where = client.add_workers(count, machine)
     click.echo(f"asked {where} for {count} more worker{'s' if count > 1 else ''}")
 
 
@@ -116,17 +143,17 @@ def render_status(run_id: str, status: Status) -> Group:
     return Group(head, Text(layout), Text(""), table, Text(""), *lines)
 
 
-def _client(run_id: str) -> RunClient:
+def _client(run_id: str, url: str, token_file: Path | None) -> RunClient:
     from varuna.config import cache_dir
-    from varuna.morph.client import RunClient
+    from varuna.launch.token import read_token
+    from varuna.morph.client import RunClient, run_at
     from varuna.morph.runs import find_run
 
+    if url:
+        if run_id:
+            raise ConfigError(f"--run {run_id} is for runs on this machine. Leave it out, or --manager {url}.")
+        return RunClient(run_at(url, read_token(os.environ, token_file)))
+    if token_file is not None:
+        raise ConfigError(f"--token-file {token_file} belongs to --manager URL, which is missing.")
     directory = cache_dir(os.environ)
     return RunClient(find_run(directory, run_id), directory)
-
-
-def _is_alive(client: RunClient) -> bool:
-    from varuna.config import cache_dir
-    from varuna.morph.runs import living_runs
-
-    return client.run in living_runs(cache_dir(os.environ))

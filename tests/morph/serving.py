@@ -17,9 +17,10 @@ from varuna.morph.hub import Hub
 from varuna.morph.planning import plan_for
 from varuna.morph.server import Server, request_log
 from varuna.morph.state import Manager
+from varuna.versions import Versions
 
 T = TypeVar("T")
-TOKEN = "a-token"
+TOKEN = "a-token-of-a-job"
 
 
 class Loop:
@@ -96,12 +97,12 @@ def _num_links(before: set[threading.Thread]) -> int:
 class ServedManager:
     """A manager with its hub and server."""
 
-    def __init__(self, at: Place, *, heartbeat_limit_s: float = 10.0) -> None:
+    def __init__(self, at: Place, *, heartbeat_limit_s: float = 10.0, versions: Versions | None = None) -> None:
         self.at = at
         self.manager = Manager(plan_for)
         self.hub = at.loop.call(self._make_hub, heartbeat_limit_s)
         self._num_asked = 0
-        app = Server(self.hub, TOKEN).application()
+        app = Server(self.hub, TOKEN, run_id="a-run", versions=versions).application()
         app.on_response_prepare.append(self._count)
         at.serve(app)
 

@@ -13,9 +13,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
 
-from varuna.errors import ConfigError
 from varuna.launch.agent import Agent
 from varuna.launch.job import LocalJob, WorkerPlace
 from varuna.launch.launcher import SIGNALS, Launcher
@@ -27,6 +25,7 @@ from varuna.launch.processes import adopt_orphans
 from varuna.launch.protocol import Exited, StoreReady
 from varuna.launch.signals import SignalInbox
 from varuna.launch.supervise import Supervisor
+from varuna.morph.client import check_url
 from varuna.morph.link import Refusal
 from varuna.morph.messages import JobEnded, StartFounders, StartWorker, StopWorker, Welcome
 from varuna.morph.notices import NoticeWithdrawn
@@ -71,7 +70,7 @@ def run_agent(offered: MachineJob, environ: Mapping[str, str]) -> int:
         ConfigError: the URL, or a variable, cannot be.
     """
     adopt_orphans()
-    host = _host_of(offered.url)
+    host = check_url(offered.url)
     with SignalInbox((*SIGNALS, signal.SIGUSR1)) as inbox:
         launcher = _MachineLauncher(offered, host, environ, inbox)
         try:
@@ -238,15 +237,3 @@ class _MachineLauncher(Launcher):
             )
             if self.supervisor.worker_added(place.worker_index, founds=True):
                 self.start_worker(place)
-
-
-def _host_of(url: str) -> str:
-    """The host in a manager's URL."""
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or not port or parts.path.strip("/") or parts.username:
-        raise ConfigError(f"{url!r} is no URL of a manager. Give what `varuna manager` says: http://HOST:PORT")
-    return parts.hostname

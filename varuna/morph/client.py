@@ -1,4 +1,4 @@
-"""Asks a run's manager, for commands and tests: plain HTTP with the job's token."""
+"""Asks a run's manager, here or on another machine: plain HTTP with the job's token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from varuna.errors import ConfigError
 from varuna.morph.runs import RunInfo, living_runs
-from varuna.morph.views import AddRequest, LoggedEvent, PreemptRequest, Status
+from varuna.morph.views import About, AddRequest, LoggedEvent, PreemptRequest, Status
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -22,14 +22,28 @@ class RunClient:
     """One run.
 
     Args:
-        run: from ``find_run``.
-        cache_dir: where it was found.
+        run: from ``find_run``, or ``run_at``.
+        cache_dir: where it was found; None for one whose manager is on another machine.
     """
 
-    def __init__(self, run: RunInfo, cache_dir: Path) -> None:
+    def __init__(self, run: RunInfo, cache_dir: Path | None = None) -> None:
         self.run = run
         self._cache_dir = cache_dir
         self._address = urlsplit(run.url)
+
+    def about(self) -> About:
+        """What the manager says of itself. Raises ``ConfigError`` if it does not answer."""
+        return msgspec.json.decode(self._ask("GET", "/about"), type=About)
+
+    def is_alive(self) -> bool:
+        """Whether the run is still there: its launcher lives or, elsewhere, its manager answers."""
+        if self._cache_dir is not None:
+            return self.run in living_runs(self._cache_dir)
+        try:
+            self.about()
+        except ConfigError:
+            return False
+        return True
 
     def status(self) -> Status:
         """How the job stands. Raises ``ConfigError`` if the manager does not answer."""
@@ -67,7 +81,7 @@ class RunClient:
             except (OSError, http.client.HTTPException) as error:
                 if not follow:
                     raise ConfigError(self._silent(error)) from error
-            if not follow or self.run not in living_runs(self._cache_dir):
+            if not follow or not self.is_alive():
                 return
             time.sleep(_RETRY_S)
 
@@ -103,7 +117,8 @@ class RunClient:
         return http.client.HTTPConnection(self._address.hostname, self._address.port, timeout=timeout_s)
 
     def _silent(self, error: Exception) -> str:
-        return f"The manager of run {self.run.run_id} at {self.run.url} does not answer: {error}."
+        run = f"of run {self.run.run_id} " if self.run.run_id else ""
+        return f"The manager {run}at {self.run.url} does not answer: {error}."
 
     @staticmethod
     def _check(response: http.client.HTTPResponse) -> None:
@@ -114,6 +129,33 @@ class RunClient:
         except (msgspec.DecodeError, KeyError):
             reason = f"HTTP status {response.status}"
         raise ConfigError(reason)
+
+
+def run_at(url: str, token: str) -> RunInfo:
+    """The run of a manager on another machine, as its manager names it.
+
+    Raises:
+        ConfigError: the URL cannot be, the manager does not answer, or it has another token.
+    """
+    check_url(url)
+    run = RunInfo(run_id="", url=url.rstrip("/"), token=token, pid=0, started_s=0.0)
+    return msgspec.structs.replace(run, run_id=RunClient(run).about().run_id or url)
+
+
+def check_url(url: str) -> str:
+    """The host in a manager's URL.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or not port or parts.path.strip("/") or parts.username:
+        raise ConfigError(f"{url!r} is no URL of a manager. Give what `varuna manager` says: http://HOST:PORT")
+    return parts.hostname
 
 
 def resolve(target: str, status: Status) -> tuple[str, str]:

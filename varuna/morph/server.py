@@ -1,8 +1,8 @@
 """The manager's door: WebSockets for workers and agents, HTTP for people. Loopback, unless bound elsewhere.
 
     GET  /worker?incarnation=NAME     WebSocket; messages as in ``messages.py``
-    GET  /agent?machine=NAME[&agent=NAME]&varuna=V&torch=V  the same for an agent; named like its machine if it is
-                                      alone there; refused with 403 if its versions are not the job's
+    GET  /agent?machine=NAME[&agent=NAME]  the same for an agent; named like its machine if it is alone there
+                 &varuna=V&torch=V    its versions: unlike the job's, it is refused with 403
     GET  /about                       ``About`` as JSON
     GET  /status                      ``Status`` as JSON
     GET  /events[?after=N][&follow=1] ``LoggedEvent``, one JSON object a line
@@ -151,9 +151,7 @@ class Server:
     # --- people -----------------------------------------------------------------------------
 
     async def _about(self, _: web.Request) -> web.StreamResponse:
-        about = About(
-            run_id=self._run_id, versions=self._versions or installed_versions(), unix_s=time.time()
-        )
+        about = About(run_id=self._run_id, versions=self._versions or installed_versions(), unix_s=time.time())
         return _json(msgspec.json.encode(about))
 
     async def _status(self, _: web.Request) -> web.StreamResponse:

@@ -185,7 +185,7 @@ def compare_settings(world: World, settings: Mapping[str, object]) -> None:
 
 
 def compare_versions(world: World) -> None:
-    """Raise ConfigError, naming both, if torch or varuna here is not worker 0's. For launchers without a manager."""
+    """Raise ConfigError, naming both, if torch or varuna here is not worker 0's."""
     if world.size == 1:
         return
     mine = replace(installed_versions(), torch=str(torch.__version__))
