@@ -63,8 +63,8 @@ def test_following_elsewhere_ends_with_the_manager() -> None:
         assert client.is_alive()
         heard: list[str] = []
         reader = threading.Thread(target=lambda: heard.extend(e.kind for e in client.events(follow=True)))
-        reader.start()
         before = served.num_asked()
+        reader.start()
         wait_until(lambda: served.num_asked() > before, 10, "it follows")
         at.end()
         at.close()
