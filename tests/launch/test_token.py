@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from varuna.errors import ConfigError
-from varuna.launch.orders import Header, encode_header
+from varuna.launch.orders import Header, Order, encode_header, encode_order
 from varuna.launch.token import keep_token, read_token
 
 TOKEN = "a-token-0123456789"
@@ -65,10 +65,10 @@ try:
     orders = LauncherOrders()
 except ConfigError as error:
     sys.exit(str(error))
-words = []
+said = []
 while not orders.is_over:
-    words += orders.read()
-print(orders.header.token, orders.header.environ, words, repr(sys.stdin.read()))
+    said += [(order.word, order.within_s) for order in orders.read()]
+print(orders.header.token, orders.header.environ, said, repr(sys.stdin.read()))
 """
 
 
@@ -79,8 +79,10 @@ def told(data: bytes) -> subprocess.CompletedProcess[str]:
 
 def test_an_agent_is_told_on_standard_input_which_workers_do_not_read() -> None:
     header = Header(token=TOKEN, environ={"X": "two\nlines"})
-    done = told(encode_header(header) + b"leave\nnonsense\nstop\n")
-    assert done.stdout == f"{TOKEN} {{'X': 'two\\nlines'}} ['leave', 'stop', 'gone'] ''\n", done.stderr
+    said = [encode_order(Order(word="leave", within_s=12.5)), b"nonsense\nleave x\nstop now\nleave\nstop\n"]
+    done = told(encode_header(header) + b"".join(said))
+    heard = "[('leave', 12.5), ('leave', None), ('stop', None), ('gone', None)]"
+    assert done.stdout == f"{TOKEN} {{'X': 'two\\nlines'}} {heard} ''\n", done.stderr
 
 
 @pytest.mark.parametrize(

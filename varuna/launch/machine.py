@@ -189,10 +189,11 @@ class _MachineLauncher(Launcher):
 
     def _obey_launcher(self, now_s: float) -> None:
         orders = self._offered.orders
-        for word in orders.read() if orders is not None else ():
-            if word == "leave":
-                self._leave(signal.SIGTERM, self.grace.sigterm_s, now_s)
-            elif word == "stop":
+        for order in orders.read() if orders is not None else ():
+            if order.word == "leave":
+                within_s = self.grace.sigterm_s if order.within_s is None else order.within_s
+                self._leave(signal.SIGTERM, within_s, now_s)
+            elif order.word == "stop":
                 self.supervisor.stop_requested(signal.SIGINT, now_s)
             elif not self.supervisor.is_ending and not self._is_over:
                 self._leave(signal.SIGHUP, min(GONE_GRACE_S, self.grace.sigterm_s), now_s)

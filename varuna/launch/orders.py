@@ -1,12 +1,13 @@
 """What a launcher on another machine says to the agent that it started: over the agent's standard input.
 
 First one line of JSON (``Header``): nothing secret, and nothing that a shell could misread, is ever on a
-command line. Then words, a line each. The end of the stream means that the launcher, or the way to it, is gone.
+command line. Then orders, a line each. The end of the stream means that the launcher, or the way to it, is gone.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from typing import Literal
 
 import msgspec
@@ -34,9 +35,37 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return f"Header(environ={sorted(self.environ)})"
 
 
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent is to do.
+
+    Attributes:
+        word: leave in good order, stop at once, or get along without a launcher.
+        within_s: how long leaving may take; None for the agent's own grace.
+    """
+
+    word: Word
+    within_s: float | None = None
+
+
 def encode_header(header: Header) -> bytes:
     """Its line."""
     return msgspec.json.encode(header) + b"\n"
+
+
+def encode_order(order: Order) -> bytes:
+    """Its line: ``leave``, ``leave 12.5`` or ``stop``."""
+    within = "" if order.within_s is None else f" {order.within_s:.3f}"
+    return f"{order.word}{within}\n".encode()
+
+
+def decode_order(line: bytes) -> Order | None:
+    """The order of a line, without its end; None for what is none, as a later version may say."""
+    word, _, within = line.partition(b" ")
+    if word == b"stop" and not within:
+        return Order(word="stop")
+    if word == b"leave" and (not within or re.fullmatch(rb"\d{1,9}(\.\d+)?", within)):
+        return Order(word="leave", within_s=float(within) if within else None)
+    return None
 
 
 class LauncherOrders:
@@ -59,7 +88,7 @@ class LauncherOrders:
         self._is_over = False
 
     def fileno(self) -> int:
-        """What becomes readable when there are words."""
+        """What becomes readable when there are orders."""
         return self._fd
 
     @property
@@ -67,9 +96,9 @@ class LauncherOrders:
         """No more will come."""
         return self._is_over
 
-    def read(self) -> list[Word]:
-        """Words that have come since the last call."""
-        words: list[Word] = []
+    def read(self) -> list[Order]:
+        """Those that have come since the last call."""
+        orders: list[Order] = []
         while not self._is_over:
             try:
                 data = os.read(self._fd, _READ_BYTES)
@@ -77,15 +106,11 @@ class LauncherOrders:
                 break
             if not data:
                 self._is_over = True
-                words.append("gone")
+                orders.append(Order(word="gone"))
                 break
             *lines, self._partial = (self._partial + data).split(b"\n")
-            for line in lines:
-                if line == b"leave":
-                    words.append("leave")
-                elif line == b"stop":
-                    words.append("stop")
-        return words
+            orders += [order for order in map(decode_order, lines) if order is not None]
+        return orders
 
 
 def _read_header(fd: int) -> Header:
@@ -95,9 +120,7 @@ def _read_header(fd: int) -> Header:
         data = os.read(fd, 1)
         line += data
         if not data or len(line) > _MOST_HEADER_BYTES:
-            raise ConfigError(
-                "--from-launcher is for `varuna run --hosts`, which says on standard input what to do."
-            )
+            raise ConfigError("--from-launcher is for `varuna run`, which says on standard input what to do.")
     try:
         return msgspec.json.decode(line, type=Header)
     except msgspec.DecodeError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from varuna.launch.hosts import HostLine
-from varuna.launch.orders import Header, Word, encode_header
+from varuna.launch.orders import Header, Order, Word, encode_header, encode_order
 from varuna.launch.output import PrefixedStream, write_stderr, write_stdout
 
 UNREACHABLE = 255
@@ -91,7 +91,7 @@ class RemoteMachine:
     def tell(self, word: Word) -> None:
         """Ask it to leave the job, or to stop."""
         self.was_told = True
-        self._write(word.encode() + b"\n")
+        self._write(encode_order(Order(word=word)))
 
     def exit_code(self) -> int | None:
         """Of the agent there, once it has ended; ``UNREACHABLE`` if that is not known."""
