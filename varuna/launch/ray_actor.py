@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-_MOST_BYTES = 1 << 20  # of each stream at once
+_MOST_BYTES = 1 << 15  # of each stream at once: Ray sends what is small without its object store
 _LONGEST_READ_S = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster, and what follows for a job's agents from how they are now. Pure: Ray is not needed."""
+"""Nodes of a Ray cluster, and what follows for a job's agents from how they are. Pure: works without Ray."""
 
 from __future__ import annotations
 

@@ -1,0 +1,139 @@
+"""``varuna run --ray ADDRESS``: what its flags mean. Starts without torch, and without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from varuna.cli_hosts import environ_for
+from varuna.cli_start import log_directory
+from varuna.config import MorphConfig
+from varuna.errors import ConfigError
+from varuna.launch.naming import new_run_id
+
+if TYPE_CHECKING:
+    from varuna.launch.ray_cluster import RayCluster
+    from varuna.launch.ray_nodes import Node
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+
+def ray_options(command: _Command) -> _Command:
+    """The flags of `varuna run` about a Ray cluster."""
+    for option in (
+        click.option(
+            "--ray-resources",
+            metavar="NAME=N,...",
+            help="With --ray: what to reserve on each node, such as GPU=4,CPU=8; nodes with less are not used. "
+            "Default: all GPUs, or where no node has any, a CPU per worker.",
+        ),
+        click.option(
+            "--ray-nodes",
+            metavar="MIN[:MAX]",
+            help="With --ray: begin with MIN nodes, ask Ray's autoscaler for MAX, and use no more. Default: "
+            "those that there are.",
+        ),
+        click.option(
+            "--ray",
+            "ray_address",
+            metavar="ADDRESS",
+            help="Run on the nodes of this Ray cluster: auto, or HOST:PORT of its head. Needs varuna[ray].",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def check_ray_flags(address: str | None, nodes: str | None, resources: str | None, hosts: Path | None) -> None:
+    """Raise ``ConfigError`` for flags that mean nothing together."""
+    if address is not None and hosts is not None:
+        raise ConfigError(
+            f"--hosts {hosts} and --ray {address} are two ways to find machines. Give one of them."
+        )
+    for flag, value in {"--ray-nodes": nodes, "--ray-resources": resources}.items():
+        if address is None and value is not None:
+            raise ConfigError(f"{flag} {value} is about a Ray cluster. Add --ray ADDRESS.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayFlags:
+    """What `varuna run` was given besides the script.
+
+    Attributes:
+        ray: the cluster's address.
+        nodes: the fewest and the most, ``2:8``; None for all.
+        resources: to reserve on each node; None for the usual.
+        address: of this machine, as the others reach it; empty for the one by which Ray knows it.
+        env, env_files: variables for nodes; see ``HostsFlags``.
+        environ: what other flags of `varuna run` mean to workers.
+        workers: a node; None leaves it to what is reserved.
+        log_dir: gets logs and what the manager knows; None for a new one.
+        replaces: a new worker for each one that is lost.
+        agent: flags of ``varuna agent``.
+        script: the script and its arguments.
+    """
+
+    ray: str
+    nodes: str | None
+    resources: str | None
+    address: str
+    env: Sequence[str]
+    env_files: Sequence[Path]
+    environ: Mapping[str, str]
+    workers: int | None
+    log_dir: Path | None
+    replaces: bool | None
+    agent: Sequence[str]
+    script: Sequence[str]
+
+
+def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
+    """Run it; returns the exit code.
+
+    Raises:
+        ConfigError: a flag that cannot be, Ray is not installed, or there is no such cluster.
+    """
+    from varuna.launch.host import ManagerSettings
+    from varuna.launch.orders import Header
+    from varuna.launch.ray_cluster import RayCluster
+    from varuna.launch.ray_fleet import RayJob, run_ray_fleet
+    from varuna.launch.ray_machine import RayCommand
+    from varuna.launch.ray_nodes import fewest_workers, needs_of, read_num_nodes, read_resources
+    from varuna.morph.notices_signal import duration_from_env
+
+    least, most = read_num_nodes(flags.nodes) if flags.nodes is not None else (1, None)
+    reserved = read_resources(flags.resources) if flags.resources is not None else None
+    morph = MorphConfig.from_env(environ, True, flags.replaces)
+    assert morph is not None
+    header = Header(token="", environ={**environ_for(flags.env, flags.env_files, environ), **flags.environ})
+    settle_s = duration_from_env("VARUNA_SETTLE_S", environ.get("VARUNA_SETTLE_S") or "10")
+    cluster = RayCluster(flags.ray)
+    try:
+        nodes = _nodes_of(cluster)
+        needs = needs_of(reserved, flags.workers, most, nodes)
+        settings = ManagerSettings(
+            host=flags.address or cluster.here,
+            port=0,
+            state_dir=log_directory(flags.log_dir, new_run_id(flags.script[0])),
+            min_workers=1 if flags.nodes is None else fewest_workers(needs, nodes, least),
+            settle_s=settle_s,
+            morph=morph,
+        )
+        command = RayCommand(directory=cluster.directory, agent=(*flags.agent, *flags.script), header=header)
+        job = RayJob(cluster=cluster, needs=needs, settings=settings, command=command)
+        return run_ray_fleet(job, environ)
+    finally:
+        cluster.close()
+
+
+def _nodes_of(cluster: RayCluster) -> tuple[Node, ...]:
+    from varuna.launch.ray_cluster import RayTrouble
+
+    try:
+        return cluster.nodes()
+    except RayTrouble as trouble:
+        raise ConfigError(f"Ray does not tell which nodes there are: {trouble}.") from trouble
