@@ -13,6 +13,7 @@ from varuna.cli_audit import audit
 from varuna.cli_checkpoint import checkpoint, checkpoint_environ, checkpoint_options
 from varuna.cli_fleet import profiles
 from varuna.cli_hosts import HostsFlags, hosts_options, run_on_hosts
+from varuna.cli_k8s import k8s
 from varuna.cli_machines import agent, manager
 from varuna.cli_morph import events, preempt, status, workers
 from varuna.cli_plan import plan
@@ -225,3 +226,4 @@ main.add_command(events)
 main.add_command(preempt)
 main.add_command(audit)
 main.add_command(workers)
+main.add_command(k8s)

@@ -132,16 +132,36 @@ def environ_for(env: Sequence[str], env_files: Sequence[Path], environ: Mapping[
         for name, value in environ.items()
         if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
     }
-    for path in env_files:
+    return {**found, **parse_env_files(env_files), **named_variables(env, environ)}
+
+
+def parse_env_files(paths: Sequence[Path]) -> dict[str, str]:
+    """Variables in files; of two with the same name, the later one's.
+
+    Raises:
+        ConfigError: one cannot be read, or has a line that is no variable.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}.") from error
         found |= parse_env_file(text, str(path))
-    for given in env:
-        name, equals, value = given.partition("=")
+    return found
+
+
+def named_variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What ``--env`` says: ``NAME=VALUE``, or ``NAME`` for the value that it has here.
+
+    Raises:
+        ConfigError: one is neither.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
         if not _NAME.fullmatch(name) or (not equals and name not in environ):
-            raise ConfigError(f"--env {given!r}: write NAME=VALUE, or NAME for one that is set here.")
+            raise ConfigError(f"--env {text!r}: write NAME=VALUE, or NAME for one that is set here.")
         found[name] = value if equals else environ[name]
     return found
 

@@ -42,7 +42,12 @@ _SECONDS = click.FloatRange(min=0, max=86400)
     default=None,
     help="Have a new worker started for each one that is lost. Default: go on with fewer.",
 )
-def manager(*, listen: str, state: Path, min_workers: int, settle: float, replaces: bool | None) -> None:
+@click.option(
+    "--stay", is_flag=True, help="Stay when the job is over, to tell agents that come late how it ended."
+)
+def manager(
+    *, listen: str, state: Path, min_workers: int, settle: float, replaces: bool | None, stay: bool
+) -> None:
     """Manage a job whose workers run elsewhere, under `varuna agent`.
 
     It prints its URL and the file with the job's token, which agents need; VARUNA_TOKEN sets another token. The
@@ -61,6 +66,7 @@ def manager(*, listen: str, state: Path, min_workers: int, settle: float, replac
         min_workers=min_workers,
         settle_s=settle,
         morph=morph,
+        stays=stay,
     )
     sys.exit(run_manager(settings, os.environ))
 

@@ -52,6 +52,7 @@ class ManagerSettings:
     """
 
     host: str
+        stays: when the job is over, until a signal comes, for agents that come late.
     port: int
     state_dir: Path
     min_workers: int
@@ -60,6 +61,7 @@ class ManagerSettings:
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
+    stays: bool = False
     """What a manager that is started again must not change."""
 
     run_id: str
@@ -156,10 +158,8 @@ class ManagerHost:
 
     def signalled(self, signum: signal.Signals, now_s: float) -> None:
         """A signal to this process."""
-        say(
-            f"{signum.name}: the manager ends. Training goes on without it; start it again with "
-            f"--state {self.settings.state_dir}"
-        )
+        again = f" Training goes on without it; start it again with --state {self.settings.state_dir}"
+        say(f"{signum.name}: the manager ends.{again if self.exit_code is None else ''}")
         self.end(128 + signum, now_s)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class ManagerHost:
         for order in self._morphing.agent.orders():
             if isinstance(order, JobEnded) and self.exit_code is None:
                 say(f"the job has failed: {order.failure}" if order.failure else "the job is done")
-                self.end(order.code, now_s + LINGER_S)
+                self.end(order.code, float("inf") if self.settings.stays else now_s + LINGER_S)
 
     def _keep(self, known: HostRecord | None) -> HostRecord:
         settings = self.settings

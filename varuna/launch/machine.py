@@ -7,6 +7,7 @@ which its workers do within the grace that is left. While the manager is away, i
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
 import signal
@@ -34,6 +35,9 @@ AWAY_LIMIT_S = 120.0
 """A machine without workers gives up a manager that does not answer for so long."""
 
 GONE_GRACE_S = 10.0
+AWAY_CODE = os.EX_TEMPFAIL
+"""What it exits with then, so that whoever starts machines can tell that from the job's own end."""
+
 """What workers get to leave when the launcher that started this agent from another machine is gone."""
 
 _SAY_AWAY_S = 10.0
@@ -150,9 +154,8 @@ class _MachineLauncher(Launcher):
             goes_on = "; the workers go on" if self.living else ""
             say(f"the manager at {self._offered.url} does not answer{goes_on}; trying again")
         if away_s >= AWAY_LIMIT_S and not self.living:
-            self.supervisor.job_failed(
-                f"the manager at {self._offered.url} has not answered for {away_s:.0f} s", now_s
-            )
+            reason = f"the manager at {self._offered.url} has not answered for {away_s:.0f} s"
+            self.supervisor.job_failed(reason, now_s, AWAY_CODE)
         return _LOOK_S if wait_s is None else min(wait_s, _LOOK_S)
 
     def obey(self, now_s: float) -> None:
