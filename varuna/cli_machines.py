@@ -72,7 +72,14 @@ def manager(
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--manager", "url", required=True, metavar="URL", help="What `varuna manager` has printed.")
+@click.option(
+    "--manager",
+    "url",
+    required=True,
+    metavar="URL",
+    help="What `varuna manager` has printed; or file:///STATE/url, if its directory is shared and it may come back "
+    "on another machine.",
+)
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),

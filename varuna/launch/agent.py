@@ -32,6 +32,7 @@ from varuna.morph.messages import (
     encode,
 )
 from varuna.morph.notices import NoticeWithdrawn, PreemptionNotice, Told
+from varuna.morph.whereabouts import manager_url
 from varuna.versions import installed_versions, must_be_equal
 
 Order = Welcome | StartFounders | StartWorker | StopWorker | JobEnded | Refusal | Told
@@ -71,7 +72,7 @@ class Agent:
     """The launcher's line to the manager. Orders wait until the launcher's thread takes them.
 
     Args:
-        url: of the manager.
+        url: of the manager, or of a file that has it, see ``whereabouts``.
         token: the job's.
         machine: name of this machine.
         name: of this agent, which no other has; that of the machine if there is one agent a machine.
@@ -89,7 +90,7 @@ class Agent:
         self._wakeup, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup, False)
         self._link = Link(
-            f"{url}/agent",
+            lambda: f"{manager_url(url)}/agent",
             token,
             {"machine": machine, "agent": self.name, **must_be_equal(installed_versions())},
             received=self._received,

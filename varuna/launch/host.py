@@ -1,7 +1,8 @@
 """``varuna manager``: the manager of a job of many machines, and the store in which its first workers meet.
 
 No worker runs here. What the manager knows is in a directory: started again with the same one, wherever it was
-interrupted, it goes on at the same address, and agents and workers find it again. It ends when the job does.
+interrupted, it goes on at the same address, and agents and workers find it again. It goes on on another
+machine, too, if they were told of the file in the directory that has its URL. It ends when the job does.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from varuna.launch.signals import SignalInbox
 from varuna.launch.token import VARIABLE, keep_token
 from varuna.launch.zygote_process import ZygoteProcess
 from varuna.morph.messages import JobEnded
+from varuna.morph.whereabouts import URL_NAME
 
 TOKEN_NAME = "token"
-_RECORD_NAME = "manager.json"
+RECORD_NAME = "manager.json"
 _LOCK_NAME = "lock"
+_LOCK_S = 0.5
 LINGER_S = 1.5
 """Agents that were just away can still hear how the job has ended."""
 
@@ -49,19 +52,19 @@ class ManagerSettings:
         state_dir: what is known is kept there, with the token.
         min_workers, settle_s: when the job is founded; see ``Policy``.
         morph: limits.
+        stays: when the job is over, until a signal comes, for agents that come late.
     """
 
     host: str
-        stays: when the job is over, until a signal comes, for agents that come late.
     port: int
     state_dir: Path
     min_workers: int
     settle_s: float
     morph: MorphConfig
+    stays: bool = False
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
-    stays: bool = False
     """What a manager that is started again must not change."""
 
     run_id: str
@@ -98,9 +101,11 @@ class ManagerHost:
         self.settings = settings
         self._inbox = inbox
         record = _recorded(settings)
-        self._listener = _listen(settings.host, settings.port or (record.port if record else 0))
-        self._store_listener = _listen(settings.host, record.store_port if record else 0)
+        again = record if record is not None and record.host == settings.host else None  # else: another machine
+        self._listener = _listen(settings.host, settings.port or (again.port if again else 0))
+        self._store_listener = _listen(settings.host, again.store_port if again else 0)
         self._record = self._keep(record)
+        _write(settings.state_dir / URL_NAME, f"{self.url}\n".encode())
         self._says_token = not environ.get(VARIABLE)
         self._zygote = ZygoteProcess(environ, num_workers=2)
         self._morphing: Morphing | None = Morphing(
@@ -229,16 +234,20 @@ class ManagerHost:
             min_workers=settings.min_workers,
             settle_s=settings.settle_s,
         )
-        path = settings.state_dir / _RECORD_NAME
-        temporary = path.with_suffix(".part")
-        temporary.write_bytes(msgspec.json.encode(record))
-        temporary.replace(path)
+        _write(settings.state_dir / RECORD_NAME, msgspec.json.encode(record))
         return record
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A whole file, or none."""
+    temporary = path.with_suffix(".part")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def _recorded(settings: ManagerSettings) -> HostRecord | None:
     """What an earlier manager has kept in the directory."""
-    path = settings.state_dir / _RECORD_NAME
+    path = settings.state_dir / RECORD_NAME
     if not path.exists():
         return None
     try:
@@ -267,14 +276,23 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def locked(state_dir: Path) -> Iterator[None]:
-    """One manager at a time."""
+def locked(state_dir: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """One manager at a time; of one that was lost with its machine, a file server may need time to be sure."""
+    give_up_s = time.monotonic() + patience_s
     descriptor = os.open(state_dir / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"A manager is at work in {state_dir}. Give another --state.") from None
+        while not _lock(descriptor):
+            if time.monotonic() >= give_up_s:
+                raise ConfigError(f"A manager is at work in {state_dir}. Give another --state.")
+            time.sleep(_LOCK_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -30,14 +30,15 @@ from varuna.morph.client import check_url
 from varuna.morph.link import Refusal
 from varuna.morph.messages import JobEnded, StartFounders, StartWorker, StopWorker, Welcome
 from varuna.morph.notices import NoticeWithdrawn
+from varuna.morph.whereabouts import check_place, manager_url
 
 AWAY_LIMIT_S = 120.0
 """A machine without workers gives up a manager that does not answer for so long."""
 
-GONE_GRACE_S = 10.0
 AWAY_CODE = os.EX_TEMPFAIL
 """What it exits with then, so that whoever starts machines can tell that from the job's own end."""
 
+GONE_GRACE_S = 10.0
 """What workers get to leave when the launcher that started this agent from another machine is gone."""
 
 _SAY_AWAY_S = 10.0
@@ -50,7 +51,7 @@ class MachineJob:
 
     Attributes:
         job: what to run here; ``num_workers`` are offered.
-        url: of the manager, as this machine reaches it.
+        url: of the manager, as this machine reaches it, or of a file that has it, see ``whereabouts``.
         token: the job's.
         machine: this machine's name.
         address: what other machines reach this one by; empty for the one from which it reaches the manager.
@@ -74,9 +75,9 @@ def run_agent(offered: MachineJob, environ: Mapping[str, str]) -> int:
         ConfigError: the URL, or a variable, cannot be.
     """
     adopt_orphans()
-    host = check_url(offered.url)
+    check_place(offered.url)
     with SignalInbox((*SIGNALS, signal.SIGUSR1)) as inbox:
-        launcher = _MachineLauncher(offered, host, environ, inbox)
+        launcher = _MachineLauncher(offered, environ, inbox)
         try:
             return launcher.run()
         finally:
@@ -86,13 +87,12 @@ def run_agent(offered: MachineJob, environ: Mapping[str, str]) -> int:
 class _MachineLauncher(Launcher):
     """Starts what the manager asks for."""
 
-    def __init__(self, offered: MachineJob, host: str, environ: Mapping[str, str], inbox: SignalInbox) -> None:
+    def __init__(self, offered: MachineJob, environ: Mapping[str, str], inbox: SignalInbox) -> None:
         supervisor = Supervisor(0, is_managed=True, stays=True)
         super().__init__(offered.job, environ, inbox, supervisor, offered.token)
         if offered.grace_s is not None:
             self.grace = replace(self.grace, sigterm_s=offered.grace_s, usr1_s=offered.grace_s)
         self._offered = offered
-        self._host = host
         self._founding: StartFounders | None = None  # waits for workers of an earlier attempt to end
         self._attempt = -1
         self._num_answered = 0  # offers
@@ -221,7 +221,7 @@ class _MachineLauncher(Launcher):
             say(f"{self._offered.machine} is in run {welcome.run_id}; logs go to {self.job.log_dir}")
         self._is_welcome = True
         self.job = replace(self.job, run_id=welcome.run_id)
-        self.store = StoreReady(host=self._host, port=welcome.store_port)
+        self.store = StoreReady(host=check_url(manager_url(self._offered.url)), port=welcome.store_port)
 
     def _found(self) -> None:
         """Start founders, once those of an earlier attempt have ended."""

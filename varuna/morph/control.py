@@ -36,6 +36,7 @@ from varuna.morph.messages import (
     encode,
 )
 from varuna.morph.terminal import take_terminal
+from varuna.morph.whereabouts import manager_url
 from varuna.spec import Plan
 
 BEAT_S = 0.5
@@ -92,7 +93,7 @@ class ManagedControl:
     """One worker's line to its manager.
 
     Args:
-        url: of the manager, ``http://host:port``.
+        url: of the manager, ``http://host:port``; or of a file that has it, see ``whereabouts``.
         token: the job's.
         incarnation: this worker's.
     """
@@ -113,7 +114,7 @@ class ManagedControl:
         self._newest_order = -1
         self._wait_s = 0.0
         self._link = Link(
-            f"{url}/worker",
+            lambda: f"{manager_url(url)}/worker",
             token,
             {"incarnation": incarnation},
             received=self._received,

@@ -63,7 +63,8 @@ class Link:
     """One connection.
 
     Args:
-        url: of the manager's socket: ``http://host:port/worker``.
+        url: of the manager's socket: ``http://host:port/worker``; or what says so at each attempt, or raises
+            ``OSError`` if nobody knows for now.
         token: the job's.
         query: who this is, as query parameters.
         received: called with each message, one after another, in a thread of its own; it may take its time.
@@ -75,7 +76,7 @@ class Link:
 
     def __init__(
         self,
-        url: str,
+        url: str | Callable[[], str],
         token: str,
         query: Mapping[str, str],
         *,
@@ -85,7 +86,7 @@ class Link:
         beat: bytes = b"",
         beat_s: float = 0.0,
     ) -> None:
-        self._url = url
+        self._url: Callable[[], str] = (lambda: url) if isinstance(url, str) else url
         self._token = token
         self._query = dict(query)
         self._received = received
@@ -205,7 +206,7 @@ class Link:
     async def _connect_and_talk(self, session: aiohttp.ClientSession) -> bool:
         """Send and receive until the connection breaks (False) or the owner closes the link (True)."""
         async with session.ws_connect(
-            self._url, params=self._query, max_msg_size=0, heartbeat=_PING_S
+            self._url(), params=self._query, max_msg_size=0, heartbeat=_PING_S
         ) as socket:
             greeting = self._greeting()
             self._is_connected.set()
