@@ -11,6 +11,7 @@ import click
 
 from varuna.cli_audit import audit
 from varuna.cli_checkpoint import checkpoint, checkpoint_environ, checkpoint_options
+from varuna.cli_doctor import doctor
 from varuna.cli_fleet import profiles
 from varuna.cli_hosts import HostsFlags, hosts_options, run_on_hosts
 from varuna.cli_k8s import k8s
@@ -18,8 +19,11 @@ from varuna.cli_machines import agent, manager
 from varuna.cli_morph import events, preempt, status, workers
 from varuna.cli_plan import plan
 from varuna.cli_profile import profile
+from varuna.cli_ray import RayFlags, check_ray_flags, ray_options, run_on_ray
 from varuna.cli_replay import replay
+from varuna.cli_sbatch import SbatchCommand, sbatch_options_of
 from varuna.cli_simulate import simulate
+from varuna.cli_slurm import SlurmFlags, check_slurm_flags, run_on_slurm, slurm, slurm_options
 from varuna.cli_start import (
     check_script,
     default_workers,
@@ -72,7 +76,7 @@ def main() -> None:
     """Train PyTorch models too large for one GPU on whatever machines there are."""
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+@main.command(cls=SbatchCommand, context_settings={"allow_interspersed_args": False})
 @click.option("-w", "--workers", type=_UP, help="Processes to start. Default: one per visible GPU, else 1.")
 @click.option("-p", "--stages", type=_UP, help="Stages per pipeline. Default: chosen.")
 @click.option("-b", "--micro-batch-size", type=_UP, help="Samples per micro-batch. Default: chosen.")
@@ -119,6 +123,8 @@ def main() -> None:
 )
 @checkpoint_options
 @hosts_options
+@ray_options
+@slurm_options
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -145,17 +151,29 @@ def run(
     address: str,
     env: tuple[str, ...],
     env_files: tuple[Path, ...],
+    ray_address: str | None,
+    ray_nodes: str | None,
+    ray_resources: str | None,
+    on_slurm: bool,
+    nodes: str | None,
+    prints: bool,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT on several workers, here or on the machines of a file. What follows SCRIPT belongs to it."""
+    """Run SCRIPT on several workers, here, on machines of a file, a Ray cluster, or Slurm.
+
+    What follows SCRIPT belongs to it.
+    """
     from varuna.launch import LocalJob, run_local
+    from varuna.launch.preflight_start import check_places
 
     layout = layout_of(stages, micro_batch_size, schedule, recompute, no_check)
     traced = trace_environ(trace, trace_steps)
     saved = checkpoint_environ(os.environ, url=checkpoint_url, every=checkpoint_every, keep=keep, resume=resume)
     profiled = ProfileConfig(wanted=profiles_first).to_env()
+    check_ray_flags(ray_address, ray_nodes, ray_resources, hosts)
+    check_slurm_flags(on_slurm, nodes, prints, {"--hosts": hosts, "--ray": ray_address})
     if hosts is not None:
         check_script(script, is_module)
         flags = HostsFlags(
@@ -170,6 +188,39 @@ def run(
             agent=("--show", show, *(("-m",) if is_module else ()), script, *arguments),
         )
         sys.exit(run_on_hosts(flags, os.environ))
+    if ray_address is not None:
+        check_script(script, is_module)
+        ray_flags = RayFlags(
+            ray=ray_address,
+            nodes=ray_nodes,
+            resources=ray_resources,
+            address=address,
+            env=env,
+            env_files=env_files,
+            environ={**layout.to_env(), **traced, **saved, **profiled},
+            workers=workers,
+            log_dir=log_dir,
+            replaces=replaces,
+            agent=("--show", show, *(("-m",) if is_module else ())),
+            script=(script, *arguments),
+        )
+        sys.exit(run_on_ray(ray_flags, os.environ))
+    if on_slurm:
+        check_script(script, is_module)
+        slurm_flags = SlurmFlags(
+            nodes=nodes,
+            sbatch=sbatch_options_of(click.get_current_context()),
+            prints=prints,
+            env=env,
+            env_files=env_files,
+            environ={**layout.to_env(), **traced, **saved, **profiled},
+            workers=workers,
+            log_dir=log_dir,
+            replaces=replaces,
+            agent=("--show", show, *(("-m",) if is_module else ()), script, *arguments),
+            script=script,
+        )
+        sys.exit(run_on_slurm(slurm_flags, os.environ))
     num_workers = workers if workers is not None else default_workers()
     if layout.num_stages is not None and layout.num_stages > num_workers:
         raise ConfigError(
@@ -177,6 +228,7 @@ def run(
             f"{layout.num_stages} or more, or fewer stages."
         )
     check_script(script, is_module)
+    check_places({**os.environ, **saved})
     run_id = new_run_id(script)
     directory = log_directory(log_dir, run_id)
     if num_workers > 1:
@@ -214,6 +266,9 @@ def schedule(name: str, stages: int, micro_batches: int, recompute: bool) -> Non
 
 main.add_command(manager)
 main.add_command(agent)
+main.add_command(doctor)
+main.add_command(k8s)
+main.add_command(slurm)
 main.add_command(checkpoint)
 main.add_command(plan)
 main.add_command(profile)
@@ -226,4 +281,3 @@ main.add_command(events)
 main.add_command(preempt)
 main.add_command(audit)
 main.add_command(workers)
-main.add_command(k8s)

@@ -40,13 +40,15 @@ def hosts_options(command: _Command) -> _Command:
             "env_files",
             multiple=True,
             type=click.Path(dir_okay=False, path_type=Path),
-            help="With --hosts: variables for the machines, NAME=VALUE lines.",
+            help="With --hosts or --ray: variables for the machines, NAME=VALUE lines.",
         ),
-        click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="With --hosts: one variable."),
+        click.option(
+            "--env", multiple=True, metavar="NAME[=VALUE]", help="With --hosts or --ray: one variable."
+        ),
         click.option(
             "--address",
             default="",
-            help="With --hosts: of this machine, as the others reach it. Default: found.",
+            help="With --hosts or --ray: of this machine, as the others reach it. Default: found.",
         ),
         click.option(
             "--hosts",
@@ -88,18 +90,13 @@ class HostsFlags:
 
 def run_on_hosts(flags: HostsFlags, environ: Mapping[str, str]) -> int:
     """Run it; returns the exit code."""
-    from varuna.launch.fleet import FleetJob, run_fleet
+    from varuna.launch.fleet import FleetJob, hosts_in, run_fleet
     from varuna.launch.host import ManagerSettings
-    from varuna.launch.hosts import read_hosts
     from varuna.launch.orders import Header
     from varuna.launch.remote import RemoteCommand, default_ssh
     from varuna.morph.notices_signal import duration_from_env
 
-    try:
-        text = flags.hosts.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{flags.hosts} cannot be read: {error}.") from error
-    lines = read_hosts(text, str(flags.hosts))
+    lines = hosts_in(flags.hosts)
     morph = MorphConfig.from_env(environ, True, flags.replaces)
     assert morph is not None
     settings = ManagerSettings(

@@ -153,6 +153,7 @@ def agent(
     from varuna.launch.job import LocalJob
     from varuna.launch.machine import MachineJob, run_agent
     from varuna.launch.orders import LauncherOrders
+    from varuna.launch.preflight_start import check_places
     from varuna.launch.token import read_token
 
     orders = LauncherOrders() if from_launcher else None
@@ -165,6 +166,7 @@ def agent(
     machine = name or machine_name()
     if len(machine) > _MOST_LETTERS or not machine.isprintable():
         raise ConfigError(f"{machine[:80]!r} is no name of a machine: give up to {_MOST_LETTERS} letters.")
+    check_places({**os.environ, **saved})
     directory = log_directory(log_dir, new_run_id(script))
     job = LocalJob(
         target=script,

@@ -53,9 +53,7 @@ def run_fleet(job: FleetJob, environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: the file cannot be read, or is empty; what ``run_manager`` raises.
     """
-    lines = _read(job.hosts)
-    if not lines:
-        raise ConfigError(f"{job.hosts} has no machine in it.")
+    hosts_in(job.hosts)
     adopt_orphans()
     state_dir = job.settings.state_dir
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -141,7 +139,7 @@ class _Fleet(ManagerHost):
             stamp = (status.st_mtime_ns, status.st_size)
             if stamp == self._file.stamp:
                 return
-            lines, problem = _read(self._hosts), ""
+            lines, problem = read_hosts_file(self._hosts), ""
         except (ConfigError, OSError) as error:
             stamp, lines, problem = (0, 0), self._file.lines, str(error)
         if problem and problem != self._file.problem:
@@ -195,7 +193,20 @@ def replace_token(command: RemoteCommand, token: str) -> RemoteCommand:
     return replace(command, header=type(header)(token=token, environ=header.environ))
 
 
-def _read(path: Path) -> tuple[HostLine, ...]:
+def hosts_in(path: Path) -> tuple[HostLine, ...]:
+    """The machines with which a job begins.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    lines = read_hosts_file(path)
+    if not lines:
+        raise ConfigError(f"{path} has no machine in it.")
+    return lines
+
+
+def read_hosts_file(path: Path) -> tuple[HostLine, ...]:
+    """The machines in a file. Raises ``ConfigError`` if it cannot be read."""
     try:
         return read_hosts(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeError) as error:

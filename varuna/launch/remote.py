@@ -45,8 +45,14 @@ def ssh_arguments(command: RemoteCommand, line: HostLine) -> list[str]:
     own = ["--name", line.name, "--from-launcher"]
     if line.num_workers is not None:
         own += ["--workers", str(line.num_workers)]
-    there = [command.python, "-m", "varuna", "agent", *own, *command.agent]
-    script = f"cd {shlex.quote(command.directory)} && exec {shlex.join(there)}"
+    return over_ssh(command, line, ["agent", *own, *command.agent])
+
+
+def over_ssh(command: RemoteCommand, line: HostLine, words: Sequence[str]) -> list[str]:
+    """The command that runs ``varuna`` with these words on a machine, in the same folder as here."""
+    script = (
+        f"cd {shlex.quote(command.directory)} && exec {shlex.join([command.python, '-m', 'varuna', *words])}"
+    )
     return [*command.ssh, *_OPTIONS, "-T", line.destination, f"exec /bin/sh -c {shlex.quote(script)}"]
 
 
