@@ -1,0 +1,184 @@
+"""``varuna run --slurm`` and ``varuna slurm``: what their flags mean. Start without torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from varuna.cli_hosts import named_variables, parse_env_files
+from varuna.cli_sbatch import SbatchCommand, sbatch_options_of
+from varuna.errors import ConfigError
+from varuna.launch.naming import new_run_id
+
+if TYPE_CHECKING:
+    from varuna.launch.slurm import SlurmJob
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+_nodes = click.option(
+    "--nodes",
+    metavar="[MIN-]N",
+    help="With --slurm: machines; training begins with MIN of them. Default: 1.",
+)
+_print = click.option(
+    "--print", "prints", is_flag=True, help="With --slurm: print the script for sbatch instead."
+)
+
+
+def slurm_options(command: _Command) -> _Command:
+    """The flags of `varuna run` about Slurm."""
+    for option in (
+        _print,
+        _nodes,
+        click.option(
+            "--slurm",
+            "on_slurm",
+            is_flag=True,
+            help="Submit it to Slurm, each machine a task of an array. Long options of sbatch may be given, "
+            "too: --partition gpu --gpus-per-node 8.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmFlags:
+    """What `varuna run` was given besides the script.
+
+    Attributes:
+        nodes: how many machines; None for one.
+        sbatch: options of sbatch.
+        prints: the script, instead of submitting it.
+        env, env_files: variables; see ``HostsFlags``.
+        environ: what other flags of `varuna run` mean to workers.
+        workers: a machine; None for one per GPU.
+        log_dir: the job's directory; None for a new one here.
+        replaces: a new worker for each one that is lost.
+        agent: flags of ``varuna agent``, the script and its arguments.
+        script: the script.
+    """
+
+    nodes: str | None
+    sbatch: Sequence[str]
+    prints: bool
+    env: Sequence[str]
+    env_files: Sequence[Path]
+    environ: Mapping[str, str]
+    workers: int | None
+    log_dir: Path | None
+    replaces: bool | None
+    agent: Sequence[str]
+    script: str
+
+
+def check_slurm_flags(on_slurm: bool, nodes: str | None, prints: bool, elsewhere: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` for flags that mean nothing together.
+
+    Args:
+        on_slurm: whether it is for Slurm.
+        nodes: how many machines of it.
+        prints: only the script.
+        elsewhere: values of flags that name machines in another way.
+    """
+    given = [flag for flag, value in elsewhere.items() if value is not None]
+    if on_slurm and given:
+        raise ConfigError(f"--slurm and {given[0]} are two ways to find machines. Give one of them.")
+    if not on_slurm and nodes is not None:
+        raise ConfigError(f"--nodes {nodes} is about Slurm. Add --slurm, or give --workers for this machine.")
+    if not on_slurm and prints:
+        raise ConfigError("--print is about Slurm. Add --slurm.")
+
+
+def run_on_slurm(flags: SlurmFlags, environ: Mapping[str, str]) -> int:
+    """Submit it, or print the script; returns the exit code.
+
+    Raises:
+        ConfigError: a flag that cannot be, or Slurm does not want the job.
+    """
+    from varuna.launch.slurm import SlurmJob, batch_script, read_nodes
+    from varuna.launch.slurm_submit import write_job
+    from varuna.morph.notices_signal import duration_from_env
+
+    nodes = read_nodes(flags.nodes or "1")
+    name = new_run_id(flags.script)
+    directory = (flags.log_dir or Path(f"slurm-{name}")).absolute()
+    job = SlurmJob(
+        name=name,
+        directory=os.getcwd(),
+        python=environ.get("VARUNA_REMOTE_PYTHON") or sys.executable,
+        srun=tuple(shlex.split(environ.get("VARUNA_SRUN", ""))) or ("srun",),
+        agent=tuple(flags.agent),
+        environ={
+            **parse_env_files(flags.env_files),
+            **named_variables(flags.env, environ),
+            **flags.environ,
+        },
+        sbatch=tuple(flags.sbatch),
+        min_nodes=nodes.least,
+        workers=flags.workers,
+        replaces=flags.replaces,
+        settle_s=duration_from_env("VARUNA_SETTLE_S", environ.get("VARUNA_SETTLE_S") or "10"),
+    )
+    script = batch_script(job, directory, flags.sbatch, nodes.most, founds=True)
+    write_job(job, directory)
+    return _hand_over(job, directory, "job", script, prints=flags.prints)
+
+
+@click.group()
+def slurm() -> None:
+    """Machines for a job that `varuna run --slurm` has begun."""
+
+
+@slurm.command(cls=SbatchCommand)
+@click.argument("directory", type=_DIRECTORY)
+@click.option("--nodes", metavar="N", default="1", show_default=True, help="How many.")
+@click.option("--print", "prints", is_flag=True, help="Print the script for sbatch instead of submitting it.")
+def add(*, directory: Path, nodes: str, prints: bool) -> None:
+    """Submit more machines for the job in DIRECTORY, which join it when they have begun.
+
+    Options of sbatch are those of the job; others may be given, and win: --partition spot.
+    """
+    from varuna.launch.slurm import batch_script, read_nodes
+    from varuna.launch.slurm_submit import read_job
+
+    directory = directory.absolute()
+    job = read_job(directory)
+    options = (*job.sbatch, *sbatch_options_of(click.get_current_context()))
+    script = batch_script(job, directory, options, read_nodes(nodes).most, founds=False)
+    sys.exit(_hand_over(job, directory, "join", script, prints=prints))
+
+
+@slurm.command(hidden=True)
+@click.argument("directory", type=_DIRECTORY)
+@click.option("--founds", is_flag=True, help="The first task of the array runs the manager, too.")
+def task(*, directory: Path, founds: bool) -> None:
+    """Be one machine of the job in DIRECTORY: what the batch script runs."""
+    from varuna.launch.slurm_task import run_task
+
+    sys.exit(run_task(directory.absolute(), os.environ, founds=founds))
+
+
+def _hand_over(job: SlurmJob, directory: Path, stem: str, script: str, *, prints: bool) -> int:
+    from varuna.launch.slurm_submit import submit, write_script
+
+    if prints:
+        click.echo(script, nl=False)
+        return 0
+    path = write_script(directory, stem, script)
+    sbatch = shlex.split(os.environ.get("VARUNA_SBATCH", "")) or ["sbatch"]
+    job_id = submit(sbatch, path, os.environ)
+    click.echo(f"varuna: Slurm job {job_id}; its files are in {directory}", err=True)
+    place = shlex.quote(os.path.relpath(directory))
+    click.echo(f"varuna: more machines: varuna slurm add {place} --nodes 1", err=True)
+    click.echo(
+        f"varuna: one less: scancel --signal=TERM {job_id}_N    the end: scancel --name={job.name}", err=True
+    )
+    return 0
