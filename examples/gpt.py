@@ -1,168 +1,186 @@
-"""Train a GPT on real text, on any number of workers, and let it write.
+r"""Train a GPT on real text, on any number of workers, and let it write.
 
     varuna run --workers 4 --stages 2 examples/gpt.py            # 2 stages x 2 pipelines on this machine
     python examples/gpt.py --steps 20                            # the same script, one worker
-    varuna run --workers 4 examples/gpt.py --data ~/books --steps 2000 --save-dir runs/books
+    varuna run --workers 4 examples/gpt.py --data ~/books --train-iters 2000 --save runs/books
 
-The defaults train a model of 10 million parameters for a few minutes on two cores. The weights
+The defaults train a model of 10 million parameters for two minutes on two cores. The weights
 (``model.safetensors``), the settings and losses (``summary.json``) and the text it wrote (``sample.txt``) go to
-``--save-dir``.
+``--save``. ``gpt_plain.py`` is the same training without Varuna.
+
+Scale it up with one flag, which sets the model, batch, learning rate and length; options override it:
+
+    python examples/gpt.py --size 8.3b --describe                # what it needs, and how to ask for a plan
+    varuna run --hosts machines.txt --checkpoint s3://bucket/gpt examples/gpt.py --size 2.5b --fp16 \
+        --data tokens.npy --lr-decay-style cosine --lr-warmup 3000 --eval-interval 1000
+
+Larger models are built without storage: each worker makes and holds its own stage only. ``--data`` takes token
+ids from any tokenizer, one row of integers as ``numpy.save`` writes it; the file is read as it is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import math
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
+from common import say
 from gpt_model import GPT, GPTConfig
+from gpt_options import SIZES, lr_share, make_optimizer, model_config, parse_arguments, spread
 from safetensors.torch import save_model
-from text_data import TextData, TokenBlocks, load_text
-from torch.utils.data import Dataset, Subset
+from text_data import TextData, load_text
+from torch import Tensor, nn
 
 import varuna
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a GPT on text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--data", help="text file or folder; else the Python documentation or standard library")
-    parser.add_argument("--data-mb", type=float, default=2.0, help="take at most this many megabytes of text")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer updates")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences in a global batch")
-    parser.add_argument("--seq-length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--vocab-size", type=int, default=1024, help="tokens of the byte pair encoding")
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
-    parser.add_argument("--precision", default="auto", help="fp32, bf16, fp16, or auto: bf16 where it is fast")
-    parser.add_argument("--eval-every", type=int, default=40, help="steps between validations")
-    parser.add_argument("--eval-samples", type=int, default=64, help="sequences in a validation")
-    parser.add_argument("--sample-tokens", type=int, default=200, help="tokens to write at the end")
-    parser.add_argument("--prompt", default="The ", help="how the text begins")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-dir", type=Path, default=Path("runs/gpt"))
-    return parser.parse_args()
+MOST_ON_EVERY_WORKER = 200_000_000
+"""Parameters. A larger model is not built whole on each worker, but by stages."""
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments("Train a GPT on text.", save="runs/gpt", more=add_describe)
+    config = model_config(args)
+    if args.describe:
+        describe(config, args)
+        return
     data = load_text(
         args.data,
         vocab_size=args.vocab_size,
         seq_length=args.seq_length,
         max_bytes=int(args.data_mb * 1e6),
-        cache_dir=args.save_dir / "cache",
+        cache_dir=args.save / "cache",
     )
     validation = spread(data.validation, args.eval_samples)
-    config = GPTConfig(
-        vocab_size=data.tokenizer.vocab_size,
-        seq_length=args.seq_length,
-        num_layers=args.layers,
-        width=args.width,
-        num_heads=args.heads,
-        dropout=args.dropout,
-    )
     torch.manual_seed(args.seed)
-    model = GPT(config)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_down(step, args.steps))
+    with torch.device("meta" if config.num_parameters > MOST_ON_EVERY_WORKER else "cpu"):
+        model = GPT(config)
+    optimizer = make_optimizer(model.parameters(), args)
     job = varuna.Varuna(
         model,
         optimizer,
         data.train,
-        batch_size=args.batch_size,
-        lr_scheduler=scheduler,
-        precision=fast_precision() if args.precision == "auto" else args.precision,
-        clip_grad_norm=1.0,
+        batch_size=args.global_batch_size,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, args)),
+        precision=args.precision,
+        clip_grad_norm=args.clip_grad,
         seed=args.seed,
+        cut_points=[f"blocks.{index}" for index in range(args.num_layers)],
+        init_weights=init_weights,
     )
     if job.rank == 0:
         say(f"Text: {data.num_bytes / 1e6:.1f} MB from {data.source}.")
-        say(f"Model: {num_parameters / 1e6:.1f} M parameters, {args.layers} blocks of width {args.width}.")
+        size = f"{config.num_parameters / 1e6:.1f} M parameters"
+        say(f"Model: {size}, {config.num_layers} blocks of width {config.width}.")
 
     started_s = time.monotonic()
     losses: list[float] = []
     validation_losses: dict[int, float] = {}
-    for step in job.train(args.steps):
+    for step in job.train(args.train_iters):
         losses.append(step.loss)
-        if (step.index + 1) % args.eval_every == 0 or step.index + 1 == args.steps:
-            validation_losses[step.index + 1] = job.evaluate(validation)
+        num_done = step.index + 1
+        if num_done % args.eval_interval == 0 or num_done == args.train_iters:
+            validation_losses[num_done] = loss = job.evaluate(validation)
+            if job.rank == 0:
+                say(f"Validation after step {num_done}: loss {loss:.3f}, perplexity {math.exp(loss):.1f}.")
     duration_s = time.monotonic() - started_s
 
     weights = job.full_state_dict()  # on worker 0; empty on the others
-    if job.rank != 0:  # asked now: whoever was worker 0 at the start may be gone
-        return
-    whole = GPT(config).eval()
-    whole.load_state_dict(weights)
-    text = write_sample(whole, data, args)
-    bytes_per_token = data.tokenizer.num_bytes(data.validation.tokens) / len(data.validation.tokens)
-    last = validation_losses[max(validation_losses)] if validation_losses else float("nan")
+    if job.rank == 0:  # asked now: whoever was worker 0 at the start may be gone
+        results = {
+            "duration_s": round(duration_s, 1),
+            "tokens_per_s": round(args.train_iters * args.global_batch_size * args.seq_length / duration_s),
+            "train_losses": losses,
+            "validation_losses": validation_losses,
+        }
+        finish(config, weights, data, results, args)
+
+
+def add_describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--describe", action="store_true", help="say what the size needs; train nothing")
+
+
+def init_weights(module: nn.Module) -> None:
+    """For models that are built without storage: called for every module that gets it."""
+    if isinstance(module, GPT):
+        module.init_weights()
+
+
+def describe(config: GPTConfig, args: argparse.Namespace) -> None:
+    """Size and memory of the model, which is built without storage, and the command that plans it."""
+    with torch.device("meta"):
+        model = GPT(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(
+        f"{args.size}: {args.num_layers} blocks of width {config.width} with {config.num_heads} heads, "
+        f"{config.seq_length} tokens, {config.vocab_size} rows of the embedding.\n"
+        f"{num_parameters / 1e9:.3f} billion parameters: {16 * num_parameters / 1e9:.1f} GB with gradients and "
+        f"AdamW's state, divided among the stages of a pipeline.\n"
+        f"Batch {args.global_batch_size}, learning rate {args.lr:g}."
+    )
+    profile = SIZES[args.size].profile
+    batch = f"--batch-size {args.global_batch_size}"
+    if profile is not None:
+        say(f"Ask for a plan: varuna plan {profile}@v100 --machines 16x4 {batch}")
+    else:
+        say(f"Measure it: varuna profile -o {args.size}.json examples/gpt.py --size {args.size}")
+        say(f"Ask for a plan: varuna plan {args.size}.json --machines 4 {batch}")
+
+
+def finish(
+    config: GPTConfig,
+    weights: dict[str, Tensor],
+    data: TextData,
+    results: dict[str, object],
+    args: argparse.Namespace,
+) -> None:
+    """Save the weights, let the model write, and say how good it is."""
+    with torch.device("meta"):
+        whole = GPT(config).eval()
+    whole.load_state_dict(weights, assign=True)
+    whole.head.weight = whole.embedding.weight
+    losses = dict(results["validation_losses"])  # type: ignore[call-overload]
+    last = losses[max(losses)] if losses else float("nan")
     summary = {
         "source": data.source,
         "model": asdict(config),
-        "num_parameters": num_parameters,
-        "num_steps": args.steps,
-        "batch_size": args.batch_size,
+        "num_parameters": config.num_parameters,
+        "num_steps": args.train_iters,
+        "batch_size": args.global_batch_size,
         "lr": args.lr,
         "seed": args.seed,
-        "duration_s": round(duration_s, 1),
-        "tokens_per_s": round(args.steps * args.batch_size * args.seq_length / duration_s),
-        "train_losses": losses,
-        "validation_losses": validation_losses,
-        "validation_loss_per_byte": last / bytes_per_token,
+        **results,
+        "validation_perplexity": math.exp(last),
     }
-    args.save_dir.mkdir(parents=True, exist_ok=True)
-    save_model(whole, str(args.save_dir / "model.safetensors"))
-    (args.save_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (args.save_dir / "sample.txt").write_text(text + "\n")
-
-    say(f"\n--- the model writes ---\n{text}\n------------------------")
-    say(f"Validation loss {last:.3f} nats a token, {last / bytes_per_token:.3f} nats a byte.")
-    say(f"In {args.save_dir.resolve()}: model.safetensors, summary.json, sample.txt.")
-
-
-def spread(dataset: TokenBlocks, num_samples: int) -> Dataset:
-    """``num_samples`` of the dataset at equal distances."""
-    count = min(num_samples, len(dataset))
-    return Subset(dataset, [index * len(dataset) // count for index in range(count)])
-
-
-def warm_up_then_down(step: int, num_steps: int) -> float:
-    """Share of the highest learning rate: up over the first tenth, then down in a line to a tenth."""
-    warm_up = max(1, num_steps // 10)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 1.0 - 0.9 * (step - warm_up) / max(1, num_steps - warm_up)
-
-
-def fast_precision() -> str:
-    """bf16 on a GPU, or on a CPU that multiplies in it; else fp32."""
-    if torch.cuda.is_available():
-        return "bf16"
-    cpu = Path("/proc/cpuinfo")
-    flags = cpu.read_text() if cpu.exists() else ""
-    return "bf16" if "avx512_bf16" in flags or "amx_bf16" in flags else "fp32"
+    args.save.mkdir(parents=True, exist_ok=True)
+    save_model(whole, str(args.save / "model.safetensors"))
+    files = ["model.safetensors", "summary.json"]
+    say_last = f"Validation loss {last:.3f} nats a token (perplexity {math.exp(last):.1f})"
+    if data.tokenizer is not None:
+        text = write_sample(whole, data, args)
+        (args.save / "sample.txt").write_text(text + "\n")
+        files.append("sample.txt")
+        say(f"\n--- the model writes ---\n{text}\n------------------------")
+        bytes_per_token = data.tokenizer.num_bytes(data.validation.tokens) / len(data.validation.tokens)
+        summary["validation_loss_per_byte"] = last / bytes_per_token
+        say_last += f", {last / bytes_per_token:.3f} nats a byte"
+    (args.save / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    say(f"{say_last}.")
+    say(f"In {args.save.resolve()}: {', '.join(files)}.")
 
 
 def write_sample(model: GPT, data: TextData, args: argparse.Namespace) -> str:
     """Text of ``--sample-tokens`` tokens after the prompt."""
-    tokens = torch.from_numpy(data.tokenizer.encode(args.prompt).astype("int64"))[None]
-    written = model.generate(tokens, args.sample_tokens, temperature=0.7, top_k=20, seed=args.seed)
-    return data.tokenizer.decode(written[0].tolist())
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+    words = data.tokenizer
+    assert words is not None
+    tokens = torch.from_numpy(words.encode(args.prompt).astype("int64"))[None]
+    written = model.generate(
+        tokens, args.sample_tokens, temperature=0.7, top_k=20, seed=args.seed, vocab_size=words.vocab_size
+    )
+    return words.decode(written[0].tolist())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

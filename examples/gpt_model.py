@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch; all that Varuna asks of it is a ``CutPoint`` after each block.
+"""A GPT in plain PyTorch. It knows nothing of Varuna; ``gpt.py`` names its blocks as places to cut.
 
 Shapes: B samples, T tokens, C = width, H heads.
 """
@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import varuna
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -24,6 +22,13 @@ class GPTConfig:
     width: int = 384
     num_heads: int = 6
     dropout: float = 0.0
+
+    @property
+    def num_parameters(self) -> int:
+        """12 C² + 13 C a block, the table of tokens (which is the head's too), positions, and the last norm."""
+        width = self.width
+        blocks = self.num_layers * (12 * width**2 + 13 * width)
+        return blocks + (self.vocab_size + self.seq_length) * width + 2 * width
 
 
 class Block(nn.Module):
@@ -63,7 +68,6 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.seq_length, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.cuts = nn.ModuleList(varuna.CutPoint() for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
@@ -94,17 +98,35 @@ class GPT(nn.Module):
         """Scores of the next token at every place; shape (B, T, vocab_size)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.position(places)
-        for block, cut in zip(self.blocks, self.cuts, strict=True):
-            x = cut(block(x))
+        for block in self.blocks:
+            x = block(x)
         return self.head(self.norm(x))
 
     @torch.inference_mode()
-    def generate(self, tokens: Tensor, num_tokens: int, *, temperature: float, top_k: int, seed: int) -> Tensor:
-        """Continue ``tokens`` (shape (1, T)) by ``num_tokens`` drawn from the ``top_k`` likeliest."""
+    def generate(
+        self,
+        tokens: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float,
+        top_k: int,
+        seed: int,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        """Continue ``tokens`` (shape (1, T)) by ``num_tokens`` drawn from the ``top_k`` likeliest.
+
+        Args:
+            tokens: the beginning.
+            num_tokens: how many more.
+            temperature: below 1 the likely become likelier.
+            top_k: the others are never drawn.
+            seed: of the draws.
+            vocab_size: tokens that mean something, if the table has more rows.
+        """
         generator = torch.Generator().manual_seed(seed)
         for _ in range(num_tokens):
-            logits = self.logits(tokens[:, -self.config.seq_length :])[:, -1].float() / temperature
-            best, ids = logits.topk(min(top_k, logits.shape[-1]))
+            scores = self.logits(tokens[:, -self.config.seq_length :])[:, -1, :vocab_size]
+            best, ids = (scores.float() / temperature).topk(min(top_k, scores.shape[-1]))
             drawn = torch.multinomial(best.softmax(-1).cpu(), 1, generator=generator)
             tokens = torch.cat([tokens, ids.gather(-1, drawn.to(ids.device))], dim=1)
         return tokens

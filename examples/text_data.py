@@ -1,23 +1,24 @@
 """Real text as a dataset: where it is found, how it is cut into training and validation, and how it is read.
 
 Looked for in this order, and said which was taken: the path that was given; the documentation of Python
-(Debian's ``python3-doc``); the source of Python's standard library, which is always there.
+(Debian's ``python3-doc``); the source of Python's standard library, which is always there. A path to an
+``.npy`` file is token ids that were made before, by any tokenizer; it is read as samples ask for it.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ast
 import hashlib
-import os
+import re
 import sysconfig
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tokenizer
 import torch
+from common import made_once
 from tokenizer import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -33,6 +34,8 @@ _LEFT_OUT = {
     "pydoc_data",
 }  # tables and lists
 _TOKENIZER_BYTES = 500_000  # of text from which the tokenizer is trained
+_MOST_TOKENS = 16_384  # int16 holds them
+_WORDNET = Path("/usr/share/wordnet")  # Debian's wordnet-base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +48,19 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Text as tokens."""
+    """Text as tokens.
+
+    Attributes:
+        source: where it is from.
+        num_bytes: of all text.
+        tokenizer: back to text; None if the tokens were made before.
+        train: samples to train on.
+        validation: others, from the end.
+    """
 
     source: str
     num_bytes: int
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     train: TokenBlocks
     validation: TokenBlocks
 
@@ -106,23 +117,54 @@ def find_corpus(path: str | None, max_bytes: int) -> Corpus:
 def load_text(
     path: str | None, *, vocab_size: int, seq_length: int, max_bytes: int, cache_dir: Path
 ) -> TextData:
-    """Find text, train the tokenizer on part of it, encode it; the result is kept in ``cache_dir``."""
+    """Find text, train the tokenizer on part of it, encode it; the result is kept in ``cache_dir``.
+
+    Args:
+        path: as the user gave it.
+        vocab_size: rows of the model's embedding. Of text at most 16,384 are used: more need more text.
+        seq_length: T, tokens of a sample.
+        max_bytes: take no more text.
+        cache_dir: what is made once is kept here.
+
+    Raises:
+        SystemExit: there is no such text, or its tokens are not for such a model.
+    """
+    if path is not None and path.endswith(".npy"):
+        return _read_tokens(path, vocab_size, seq_length)
     corpus = find_corpus(path, max_bytes)
     text = "\n\n".join(corpus.documents)
     key = hashlib.sha256(f"{vocab_size} {text}".encode()).hexdigest()[:16]
     cached = cache_dir / f"tokens-{key}.npz"
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker of a machine does it for all
-        if not cached.exists():
-            _save_encoded(cached, text, vocab_size)
+    made_once(cached, lambda file: _save_encoded(file, text, min(vocab_size, _MOST_TOKENS)))
     with np.load(cached) as arrays:  # plain arrays: numpy's default refuses pickles
         words = Tokenizer(arrays["merges"].tolist())
         tokens = arrays["tokens"]
+    return _divided(corpus.source, len(text.encode()), words, tokens, seq_length)
+
+
+def _read_tokens(path: str, vocab_size: int, seq_length: int) -> TextData:
+    """Token ids of a file, which stays where it is."""
+    if not Path(path).exists():
+        raise SystemExit(f"--data {path}: there is no such file.")
+    tokens = np.load(path, mmap_mode="r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) < 40 * (seq_length + 1):
+        raise SystemExit(
+            f"--data {path}: {tokens.dtype} of shape {tokens.shape}. It must be one row of integers, "
+            f"at least {40 * (seq_length + 1)} of them for sequences of {seq_length}."
+        )
+    highest = int(tokens.max())
+    if highest >= vocab_size:
+        raise SystemExit(f"--data {path} has token {highest}. Say --vocab-size {highest + 1} or more.")
+    return _divided(path, tokens.nbytes, None, tokens, seq_length)
+
+
+def _divided(
+    source: str, num_bytes: int, words: Tokenizer | None, tokens: np.ndarray, seq_length: int
+) -> TextData:
     border = max(seq_length + 1, len(tokens) // 20)  # the last twentieth is for validation
     return TextData(
-        source=corpus.source,
-        num_bytes=len(text.encode()),
+        source=source,
+        num_bytes=num_bytes,
         tokenizer=words,
         train=TokenBlocks(tokens[:-border], seq_length),
         validation=TokenBlocks(tokens[-border:], seq_length),
@@ -130,11 +172,9 @@ def load_text(
 
 
 def _save_encoded(target: Path, text: str, vocab_size: int) -> None:
-    """Under another name first, so that a file with this name is always whole."""
     words = tokenizer.train(text[:_TOKENIZER_BYTES], vocab_size)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+    with target.open("wb") as file:
         np.savez(file, merges=np.array(words.merges, dtype=np.int32), tokens=words.encode(text))
-    os.replace(file.name, target)
 
 
 def _mixed(files: Sequence[Path]) -> list[Path]:
@@ -153,3 +193,57 @@ def _read(files: Sequence[Path], max_bytes: int) -> list[str]:
         if num_bytes >= 0.98 * max_bytes:
             break
     return documents
+
+
+# --- prose ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prose:
+    """Sentences: where they are from, and paragraph by paragraph."""
+
+    source: str
+    paragraphs: Iterator[list[str]]
+
+
+def find_prose(path: Path | None) -> Prose:
+    """Sentences of the path that was given; of WordNet; or of the source of Python's standard library.
+
+    Raises:
+        SystemExit: there is nothing at ``path``.
+    """
+    if path is not None:
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise SystemExit(f"--data {path}: it must be a text file, or a folder with .txt files.")
+        return Prose(source=str(path), paragraphs=_paragraphs_of(files))
+    if _WORDNET.is_dir():
+        return Prose(source=f"WordNet ({_WORDNET})", paragraphs=_glosses())
+    library = Path(sysconfig.get_path("stdlib"))
+    return Prose(source=f"the docstrings of Python's standard library ({library})", paragraphs=_docs(library))
+
+
+def _paragraphs_of(files: Sequence[Path]) -> Iterator[list[str]]:
+    for file in files:
+        yield from map(_sentences, file.read_text(encoding="utf-8", errors="replace").split("\n\n"))
+
+
+def _glosses() -> Iterator[list[str]]:
+    """What each word means, and examples of its use: behind `` | ``, parted by semicolons."""
+    for kind in ("noun", "verb", "adj", "adv"):
+        for line in (_WORDNET / f"data.{kind}").read_text(encoding="latin-1").splitlines():
+            if not line.startswith(" "):  # the licence
+                yield [part.strip(' "') for part in line.partition(" | ")[2].split(";")]
+
+
+def _docs(library: Path) -> Iterator[list[str]]:
+    for file in sorted(library.rglob("[a-z]*.py")):
+        if not _LEFT_OUT & set(file.parts):
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                    yield from map(_sentences, (ast.get_docstring(node) or "").split("\n\n"))
+
+
+def _sentences(paragraph: str) -> list[str]:
+    """Cut after what ends a sentence, before a capital letter."""
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split()))
