@@ -1,7 +1,8 @@
 """What a launcher on another machine says to the agent that it started: over the agent's standard input.
 
 First one line of JSON (``Header``): nothing secret, and nothing that a shell could misread, is ever on a
-command line. Then orders, a line each. The end of the stream means that the launcher, or the way to it, is gone.
+command line. Then orders, a line each. The end of the stream means that the launcher, or the way to it, is
+gone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def encode_header(header: Header) -> bytes:
 
 def encode_order(order: Order) -> bytes:
     """Its line: ``leave``, ``leave 12.5`` or ``stop``."""
-    within = "" if order.within_s is None else f" {order.within_s:.3f}"
+    within = "" if order.within_s is None else f" {order.within_s:.1f}"
     return f"{order.word}{within}\n".encode()
 
 

@@ -48,11 +48,13 @@ class NodeAgent:
         self._open: list[IO[bytes]] = []
 
     def start(self, header: bytes) -> str:
-        """Start it; returns why that cannot be, or nothing.
+        """Start it, if that was not done; returns why that cannot be, or nothing.
 
         Args:
             header: what it is told first on standard input; see ``orders``.
         """
+        if self._process is not None:
+            return ""
         if self._directory and not Path(self._directory).is_dir():
             return (
                 f"there is no folder {self._directory}. Start the command in a folder that all nodes have, or "

@@ -18,6 +18,10 @@ class RayTrouble(Exception):
     """Ray could not do something; its words in one line."""
 
 
+class NotNow(Exception):
+    """An actor could not be reached, and perhaps can be again."""
+
+
 class RayCluster:
     """A cluster, for as long as this process takes part.
 
@@ -109,10 +113,13 @@ class RayCluster:
         """The answer to a call that is ready.
 
         Raises:
+            NotNow: whether the call was made is not known.
             RayTrouble: the actor was lost, or could not be made.
         """
         try:
             return self._ray.get(reference)
+        except self._ray.exceptions.ActorUnavailableError as error:
+            raise NotNow from error
         except self._ray.exceptions.RayError as error:
             raise RayTrouble(_first_line(error)) from error
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from varuna.launch.orders import Header, Order, encode_header, encode_order
 from varuna.launch.output import write_stderr, write_stdout
 from varuna.launch.ray_actor import Heard
-from varuna.launch.ray_cluster import RayCluster, RayTrouble
+from varuna.launch.ray_cluster import NotNow, RayCluster, RayTrouble
 from varuna.launch.ray_nodes import Node, NodeNeeds, Placed
 
 
@@ -76,7 +77,8 @@ class RayMachine:
         self._cluster = cluster
         own = ("--name", name, "--from-launcher", "--workers", str(needs.workers(node)))
         self._actor = cluster.place(node, needs.taken(node), (*own, *command.agent), command.directory)
-        self._waits_for = self._actor.start.remote(encode_header(command.header))
+        self._header = encode_header(command.header)
+        self._waits_for = self._call()
         log = log_dir / f"machine-{name.replace('/', '_')}.log"
         self._stdout, self._stderr = (_Lines(f"[{name}] ", log, sink) for sink in (write_stdout, write_stderr))
 
@@ -90,6 +92,9 @@ class RayMachine:
         while self.ended is None and self._cluster.is_ready(self._waits_for):
             try:
                 answer = self._cluster.answer(self._waits_for)
+            except NotNow:  # Ray says so at once, or when the actor is lost
+                self._waits_for = self._call()
+                return
             except RayTrouble as trouble:
                 self.ended = AgentEnd(code=None, reason=str(trouble))
                 return
@@ -99,7 +104,7 @@ class RayMachine:
                 self.ended = AgentEnd(code=None, reason=answer)
             else:
                 self._runs = True
-            self._waits_for = self._actor.read.remote()
+            self._waits_for = self._call()
 
     def tell(self, order: Order) -> None:
         """Ask it to leave the job, or to stop."""
@@ -111,6 +116,10 @@ class RayMachine:
         self._cluster.kill(self._actor)
         self._stdout.close()
         self._stderr.close()
+
+    def _call(self) -> Any:
+        """What it is asked next."""
+        return self._actor.read.remote() if self._runs else self._actor.start.remote(self._header)
 
     def _hear(self, heard: Heard) -> None:
         self._stdout.feed(heard.stdout)

@@ -21,7 +21,7 @@ class Node:
 
     Attributes:
         node_id: Ray's.
-        host: its host name, which several nodes may have.
+        host: the name that it was started with, or its host name; several nodes may have it.
         resources: all that it has, by name.
         is_draining: it goes away, and takes nothing new.
         leave_s: seconds until it goes; None if it does not, or nobody has said when.
@@ -172,10 +172,11 @@ def read_nodes(
         assert isinstance(resources, Mapping)
         node_id = str(row["NodeID"])
         end_ms = draining.get(node_id)
+        is_named = row["NodeName"] not in ("", row["NodeManagerAddress"])
         nodes.append(
             Node(
                 node_id=node_id,
-                host=str(row["NodeManagerHostname"]),
+                host=str(row["NodeName" if is_named else "NodeManagerHostname"]),
                 resources={str(name): float(number) for name, number in resources.items()},
                 is_draining=end_ms is not None,
                 leave_s=max(_SHORTEST_S, (end_ms - now_ms) / 1e3) if end_ms else None,
@@ -185,7 +186,7 @@ def read_nodes(
 
 
 def name_of(node: Node, taken: Collection[str]) -> str:
-    """What to call a machine: its host name, or with some of the node's id if another has that."""
+    """What to call a machine: as its node, or with some of the node's id if another is called so."""
     return node.host if node.host not in taken else f"{node.host}-{node.node_id[:_NUM_ID_LETTERS]}"
 
 
