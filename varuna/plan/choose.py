@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -153,20 +153,32 @@ def _finalists(search: Search, profile: Profile, cluster: Cluster) -> list[_Fina
     most = FINALISTS if search.patience > 1 or _is_small(search, cluster) else 2
     best_s = float("inf")
     search.outcomes = _in_order(search, most, whole=most == FINALISTS)
-    for outcome in search.outcomes:
-        if outcome.step_s >= best_s * SURE or len(finalists) == FINALISTS:
-            break
-        if len(finalists) >= most and best_s <= outcome.step_s * CLOSE:
+    waiting, off = list(search.outcomes), dict[Hashable, float]()
+
+    def is_hopeful(outcome: Outcome) -> bool:
+        return outcome.step_s * off.get(_family(outcome), 1.0) < best_s * SURE
+
+    while waiting and len(finalists) < FINALISTS and waiting[0].step_s < best_s * SURE:
+        outcome = next(filter(is_hopeful, waiting), waiting[0])
+        if len(finalists) >= most and best_s <= waiting[0].step_s * CLOSE:
             break  # predictions agree with what was simulated
+        waiting.remove(outcome)
         plan = plan_of(outcome.laid, search.setting)
         variants = dict.fromkeys((plan, _unlimited(plan)) if most == FINALISTS else (plan,))
         predicted = [(predict(variant, profile, cluster, num_runs=NUM_RUNS), variant) for variant in variants]
+        off[_family(outcome)] = min(found.step_s for found, _ in predicted) / outcome.step_s
         fitting = [found for found in predicted if _fits(found[0], search.setting)]
         if fitting:
             prediction, plan = min(fitting, key=lambda found: found[0].step_s)
             finalists.append(_Finalist(outcome, plan, prediction))
             best_s = min(best_s, prediction.step_s)
     return finalists
+
+
+def _family(outcome: Outcome) -> Hashable:
+    """Whole plans are off alike from what was simulated of one pipeline."""
+    laid = outcome.laid
+    return (laid.point.num_stages, laid.point.num_pipelines, laid.point.num_deeper, laid.placement.layout)
 
 
 def _unlimited(plan: Plan) -> Plan:

@@ -176,8 +176,11 @@ def arrays_of(setting: Setting, laid: Laid, plan: KindPlan) -> PipelineArrays:
         np.stack([each.forward_bytes[end], each.backward_bytes[first]], axis=1) / ways.bytes_per_s
         for each in (runs, last_runs)
     )
-    transmit_s = np.stack([alone_s, last_s], axis=2) * _slowdowns(setting, laid, plan, alone_s)[:, :, None]
     drops = np.array([schedule.recompute for schedule in schedules])
+    kinds_s = durations_s[:, 0, :]
+    cycle_s = float((kinds_s.sum(axis=1) - np.where(drops, 0.0, kinds_s[:, RECOMPUTE])).max())
+    transmit_s = np.stack([alone_s, last_s], axis=2)
+    transmit_s *= _slowdowns(setting, laid, plan, alone_s / max(cycle_s, 1e-12))[:, :, None]
     activations = runs.activation_bytes[end] - runs.activation_bytes[first]
     weights = runs.weight_bytes[end] - runs.weight_bytes[first]
     kept = [runs.forward_bytes[first] + np.where(drops, 0.0, activations), np.where(drops, activations, 0.0)]
@@ -207,13 +210,16 @@ def _durations_s(setting: Setting, laid: Laid, plan: KindPlan, runs: RunTable) -
     return seconds
 
 
-def _slowdowns(setting: Setting, laid: Laid, plan: KindPlan, alone_s: Floats) -> Floats:
-    """``[P, 2]``: how much longer messages take because others leave the same machine (see ``arrays``)."""
+def _slowdowns(setting: Setting, laid: Laid, plan: KindPlan, busy: Floats) -> Floats:
+    """``[P, 2]``: how much longer messages take because others leave the same machine (see ``arrays``).
+
+    ``busy`` is the share of a micro-batch's time, without messages, in which each link sends if it is alone.
+    """
     if not setting.link_share or not plan.kind.crosses.any():
-        return np.ones_like(alone_s)
+        return np.ones_like(busy)
     machine = setting.devices.machine
     leaving = np.zeros(int(machine.max()) + 1)
-    share = np.minimum(1.0, alone_s / max(*plan.borders.busy_s, 1e-12))
+    share = np.minimum(1.0, busy)
     for kind in laid.placement.kinds:
         if kind.num_stages != len(share):
             continue  # of another depth: few, and left out here

@@ -4,8 +4,9 @@ As ``varuna.run.reduce`` does it: gradients of sections with the same holders tr
 bucket leaves once the last micro-batch's backward (or weight task) has passed its sections on every holder;
 parameters that several stages use are summed over all of their holders. Assumed: a worker takes part in one
 all-reduce at a time, in the order in which they become ready; computing does not slow down meanwhile (where
-``Profile.reduces_beside`` is False it would: there reductions are taken to come after it); groups that leave
-the same machine share ``shared_bytes_per_s``.
+``Profile.reduces_beside`` is False it would: there reductions are taken to come after it); the stages' groups
+that leave the same machine share ``shared_bytes_per_s``, and so do those of what several stages use, which come
+after them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Bytes summed over ``workers``; each has its own from ``ready_s`` on."""
+    """Bytes summed over ``workers``; each has its own from ``ready_s`` on. ``tied``: several stages use them."""
 
     workers: Ints
     num_bytes: float
     ready_s: Floats
+    tied: bool
 
 
 def reduced_s(
@@ -43,16 +45,18 @@ def reduced_s(
     tails = _Tails(plan, profile, speeds)
     reductions = [*_of_sections(plan, profile, tails, end_s), *_of_ties(plan, profile, tails, end_s)]
     machine_of = np.asarray(machines)
-    crossing = np.zeros(max(machines) + 1)
-    for workers in {tuple(reduction.workers.tolist()) for reduction in reductions}:
+    crossing = np.zeros((2, max(machines) + 1))
+    for tied, workers in {(reduction.tied, tuple(reduction.workers.tolist())) for reduction in reductions}:
         used = np.unique(machine_of[list(workers)])
         if len(used) > 1:
-            crossing[used] += 1
+            crossing[int(tied), used] += 1
     free_s = np.zeros_like(end_s)
     for reduction in sorted(reductions, key=lambda reduction: float(reduction.ready_s.max())):
         ready_s = reduction.ready_s if profile.reduces_beside else end_s[reduction.workers]
         start_s = max(float(ready_s.max()), float(free_s[reduction.workers].max()))
-        duration_s = _duration_s(profile, reduction, machine_of[reduction.workers], crossing)
+        duration_s = _duration_s(
+            profile, reduction, machine_of[reduction.workers], crossing[int(reduction.tied)]
+        )
         free_s[reduction.workers] = start_s + duration_s
     return np.maximum(free_s, end_s)
 
@@ -95,7 +99,7 @@ def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> 
         for index in range(end - 1, first - 1, -1):
             waiting += max(0.0, profile.sections[index].gradient_bytes - tied[index])
             if waiting >= BUCKET_BYTES or (index == first and waiting > 0):
-                yield _Reduction(workers, waiting, end_s[workers] - tails.of(stages, index))
+                yield _Reduction(workers, waiting, end_s[workers] - tails.of(stages, index), tied=False)
                 waiting = 0.0
         first = end
 
@@ -108,7 +112,9 @@ def _of_ties(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iter
             for stage, tail_s in zip(stages, tails.of(stages, index).tolist(), strict=True):
                 ready_s[stage.worker_index] = float(end_s[stage.worker_index]) - tail_s
         if len(ready_s) > 1:
-            yield _Reduction(np.array(list(ready_s)), tie.num_bytes, np.array(list(ready_s.values())))
+            yield _Reduction(
+                np.array(list(ready_s)), tie.num_bytes, np.array(list(ready_s.values())), tied=True
+            )
 
 
 def _stages_at(plan: Plan, section_index: int) -> list[StageSpec]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from varuna.plan.borders import Rows
 from varuna.plan.cluster import Cluster
+from varuna.plan.memory import BUCKET_BYTES
 from varuna.plan.placement import Devices, Kind, Placement, place
 from varuna.plan.profile import LinkProfile, Profile
 from varuna.plan.tables import Floats, Residents, SectionTable
@@ -122,7 +123,7 @@ class Setting:
         if across:
             reduce_s = reduce_s * max(1.0, placement.groups_per_machine * self.link_share)
         if apart:
-            ties_s = ties_s * max(1.0, (1 + placement.groups_per_machine * across) * self.link_share)
+            ties_s = ties_s * max(1.0, len(self.profile.ties) * self.link_share)
         runs = self.sections.runs(micro_batch_size)
         last_s = (runs.weight_s if split else runs.backward_s) / float(kind.speed.min())
         if not self.profile.reduces_beside:
@@ -130,9 +131,9 @@ class Setting:
         whole_s = np.maximum(0.0, last_s[None, :] - last_s[:, None])
         own_s = np.diff(last_s, prepend=0.0)  # of the section before an index
         first_s = np.append(np.diagonal(reduce_s, offset=1), 0.0)  # of the section that is ready last
-        return np.asarray(
-            np.maximum(first_s[:, None], reduce_s - whole_s + own_s[None, :]) + ties_s + self.residents.update_s
-        )
+        is_one = self.residents.gradient_bytes <= BUCKET_BYTES  # all wait for the section that is ready last
+        after_s = np.where(is_one, reduce_s, np.maximum(first_s[:, None], reduce_s - whole_s + own_s[None, :]))
+        return np.asarray(after_s + ties_s + self.residents.update_s)
 
     def slowdown(self, placement: Placement, kind: Kind, micro_batch_size: int) -> float:
         """About how much longer a message takes because others leave the same machine."""
