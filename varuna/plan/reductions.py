@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Bytes summed over ``workers``; each has its own from ``ready_s`` on. ``tied``: several stages use them."""
+    """Bytes summed over ``workers``; each has its own from ``ready_s`` on; ``tied`` if stages share them."""
 
     workers: Ints
     num_bytes: float
