@@ -17,6 +17,7 @@ from tests.launch.jobs import wait_until
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 NETWORK = f"10.214.{os.getpid() % 254}"  # tests may run side by side
 HERE = f"{NETWORK}.1"
+NAMESPACES = Path("/etc/netns")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Machines:
     def unplug(self, name: str) -> None:
         """From now on nothing reaches it, and nobody is told."""
         _ip("netns", "exec", self.namespaces[name], "ip", "link", "set", "eth0", "down")
+
+    def plug_in(self, name: str) -> None:
+        """It is reached again."""
+        _ip("netns", "exec", self.namespaces[name], "ip", "link", "set", "eth0", "up")
 
 
 @contextlib.contextmanager
@@ -68,6 +73,7 @@ def machines(directory: Path, *names: str) -> Iterator[Machines]:
 def _plug_in(stack: contextlib.ExitStack, bridge: str, namespace: str, address: str) -> str:
     _ip("netns", "add", namespace)
     stack.callback(_ip, "netns", "delete", namespace)
+    _name_as_debian_does(stack, namespace)
     outside = f"o{namespace}"[:15]
     _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
     _ip("link", "set", outside, "master", bridge)
@@ -79,6 +85,14 @@ def _plug_in(stack: contextlib.ExitStack, bridge: str, namespace: str, address: 
     ):
         _ip("netns", "exec", namespace, "ip", *arguments)
     return namespace
+
+
+def _name_as_debian_does(stack: contextlib.ExitStack, namespace: str) -> None:
+    """Its own name is 127.0.1.1 there: ``ip netns exec`` puts this file in the place of /etc/hosts."""
+    directory = NAMESPACES / namespace
+    directory.mkdir(parents=True)
+    stack.callback(shutil.rmtree, directory)
+    (directory / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
 
 def _start_sshd(stack: contextlib.ExitStack, directory: Path, key: Path, namespace: str, address: str) -> int:

@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -183,6 +184,25 @@ def test_agents_that_cannot_take_part(machines: Machines, tmp_path: Path) -> Non
     assert cluster.join("c") == 3
     assert cluster.join("manager") == 3
     assert "varuna: the job has failed: c.0." in cluster.told("manager")
+
+
+def test_the_grace_is_what_the_provider_gives(machines: Machines) -> None:
+    """F55: workers that cannot leave, since their scripts wait, are killed when it is over, and not before."""
+    cluster = machines(limit=6)
+    cluster.start_agent("a")
+    cluster.start_agent("b", environ={"VARUNA_GRACE_S": "4"})
+    cluster.steps_done(6)
+    workers = [process for process in cluster.processes("b") if process.name().startswith("varuna-w")]
+    assert len(workers) == 2, [process.name() for process in cluster.processes("b")]
+    began_s = time.monotonic()
+    cluster.signal("b", signal.SIGTERM)
+    psutil.wait_procs(workers, timeout=20)
+    assert 3.9 <= time.monotonic() - began_s < 10
+    assert cluster.join("b") == 128 + signal.SIGTERM
+    assert "the workers of this machine leave the job, within 4 s" in cluster.told("b")
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("a")
+    cluster.is_exact()
 
 
 # --- real networks --------------------------------------------------------------------------

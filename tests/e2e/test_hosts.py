@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -113,8 +115,12 @@ def start(jobs: Warm, tmp_path: Path, cache: Path, there: Machines) -> Iterator[
                     process.kill()
 
 
-def test_the_file_is_edited_while_the_job_runs(start: Start, tmp_path: Path) -> None:
-    """Found on two machines; one crashes and comes back; one is taken out of the file."""
+def test_the_file_is_edited_while_the_job_runs(start: Start, tmp_path: Path, there: Machines) -> None:
+    """Found on two machines; one crashes and comes back; one is taken out of the file.
+
+    F65: each machine's own name is 127.0.1.1 there, and it says by which address and interface it is reached.
+    F67: variables of several lines with quotes and spaces, and arguments, arrive; the user's ssh options count.
+    """
     hosts = start("alpha workers=2", "root@beta workers=2", arguments=("an argument", "'quoted'"))
     wait_until(lambda: hosts.status().num_committed >= 5, 90, "the job trains")
     assert sorted(hosts.members().values()) == ["alpha", "alpha", "beta", "beta"]
@@ -141,13 +147,35 @@ def test_the_file_is_edited_while_the_job_runs(start: Start, tmp_path: Path) -> 
     assert "varuna: beta cannot be reached" in told or "varuna: beta ended with exit code" in told
     assert "alpha is not in hosts.txt any more and leaves the job" in told
     assert "SIGHUP" not in told
-    assert "[beta] varuna: beta is in run job-" in told
+    for name, address in there.addresses.items():
+        assert re.search(rf"\[{name}\] varuna: {name} is in run job-\S+, reached at {address} \(eth0\);", told)
     odd = [path.read_text() for path in tmp_path.glob("odd-*")]
     assert len(odd) == 6
     assert set(odd) == {f"{ODD}an argument|'quoted'"}
 
 
+def test_a_machine_is_lost_whose_ssh_does_not_know_it(start: Start, there: Machines) -> None:
+    """F61: no exit code says so, for ssh still waits; that nothing is heard of its workers does."""
+    hosts = start("alpha workers=2", "beta workers=2")
+    wait_until(lambda: hosts.status().num_committed >= 5, 90, "the job trains")
+    assert set(hosts.members().values()) == {"alpha", "beta"}
+    there.unplug("beta")
+    try:
+        hosts.limit(20)
+        wait_until(lambda: set(hosts.members().values()) == {"alpha"}, 60, "beta is given up")
+        hosts.steps_done(18)
+        assert "beta cannot be reached" not in hosts.told("manager")
+        assert "beta ended" not in hosts.told("manager")
+        hosts.edit("alpha workers=2")
+        hosts.limit(NUM_STEPS)
+        assert hosts.join("manager") == 0, hosts.told("manager")
+        hosts.is_exact()
+    finally:
+        there.plug_in("beta")
+
+
 def test_an_exit_code_comes_back_and_nothing_is_left(start: Start) -> None:
+    """F67."""
     hosts = start("alpha workers=1", odd="exit")
     assert hosts.join("manager") == 7, hosts.told("manager")
     assert "the job has failed" in hosts.told("manager")
@@ -156,9 +184,30 @@ def test_an_exit_code_comes_back_and_nothing_is_left(start: Start) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_command(start: Start, signum: signal.Signals) -> None:
+    """F68."""
     hosts = start("alpha workers=2")
     wait_until(lambda: hosts.status().num_committed >= 5, 60, "the job trains")
     hosts.signal("manager", signum)
     code = hosts.join("manager")
     assert code == (130 if signum == signal.SIGINT else -signal.SIGKILL)
     wait_until(hosts.is_empty, 20, "nothing is left at alpha")
+
+
+def test_a_preflight_of_all_machines(there: Machines, tmp_path: Path) -> None:
+    """F65: names that are 127.0.1.1 at home are in order; F67: the user's ssh options count."""
+    (tmp_path / "hosts.txt").write_text("alpha workers=2\nroot@beta\n")
+    command = [sys.executable, "-m", "varuna", "doctor", "--hosts", "hosts.txt", "--address", HERE, "-v"]
+    environ = {"VARUNA_SSH": there.ssh, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "eth0"}
+    result = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, text=True, check=False
+    )
+    told = result.stdout
+    for name, other in (("alpha", "beta"), ("beta", "alpha")):
+        own = told[told.index(f"\n{name}\n") :]
+        assert re.search(r"^  ok +name +\S+ is 127\.0\.1\.1 here; others are told a numeric address", own, re.M)
+        assert re.search(rf"^  ok +address +{there.addresses[name]} on eth0$", own, re.M)
+        assert re.search(rf"^  ok +to {other} +{there.addresses[other]} is reached$", own, re.M)
+        assert re.search(r"^  ok +gloo +takes eth0, as GLOO_SOCKET_IFNAME says$", own, re.M)
+        assert re.search(r"^  ok +clock ", own, re.M)
+    assert result.returncode == ("STOPS" in told), "this machine may have no eth0"
+    assert "STOPS" not in told[told.index("\nalpha\n") :]

@@ -34,6 +34,7 @@ from varuna.launch.token import VARIABLE, keep_token
 from varuna.launch.zygote_process import ZygoteProcess
 from varuna.morph.messages import JobEnded
 from varuna.morph.whereabouts import URL_NAME
+from varuna.versions import Versions, installed_versions, refusal_of_versions
 
 TOKEN_NAME = "token"
 RECORD_NAME = "manager.json"
@@ -73,6 +74,7 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int
     min_workers: int
     settle_s: float
+    versions: Versions
 
 
 def run_manager(settings: ManagerSettings, environ: Mapping[str, str]) -> int:
@@ -233,6 +235,7 @@ class ManagerHost:
             store_port=self._store_listener.getsockname()[1],
             min_workers=settings.min_workers,
             settle_s=settings.settle_s,
+            versions=installed_versions(),
         )
         _write(settings.state_dir / RECORD_NAME, msgspec.json.encode(record))
         return record
@@ -262,6 +265,8 @@ def _recorded(settings: ManagerSettings) -> HostRecord | None:
             f"The job in {settings.state_dir} was begun with --min-workers {was[0]} --settle {was[1]:g}; give "
             f"the same again, or another --state to begin a new job."
         )
+    if refusal := refusal_of_versions(installed_versions(), record.versions):
+        raise ConfigError(f"The job in {settings.state_dir} cannot be managed by this machine: {refusal}")
     return record
 
 

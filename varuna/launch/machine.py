@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from varuna.launch.agent import Agent
+from varuna.launch.gather import address_towards, interfaces
 from varuna.launch.job import LocalJob, WorkerPlace
 from varuna.launch.launcher import SIGNALS, Launcher
 from varuna.launch.morphing import manager_environ
 from varuna.launch.notices import MachineNotices
 from varuna.launch.orders import LauncherOrders
 from varuna.launch.output import say
+from varuna.launch.preflight_network import interface_of
 from varuna.launch.processes import adopt_orphans
 from varuna.launch.protocol import Exited, StoreReady
 from varuna.launch.signals import SignalInbox
@@ -217,11 +219,15 @@ class _MachineLauncher(Launcher):
             reason = f"the manager at {self._offered.url} has another job now, {welcome.run_id}"
             self.supervisor.job_failed(reason, now_s)
             return
+        host = check_url(manager_url(self._offered.url))
         if not self._is_welcome:
-            say(f"{self._offered.machine} is in run {welcome.run_id}; logs go to {self.job.log_dir}")
+            address = self._offered.address or self.environ.get("VARUNA_ADDRESS") or address_towards(host)
+            where = f"{address} ({interface_of(interfaces(), address) or 'no interface here'})"
+            name, run_id = self._offered.machine, welcome.run_id
+            say(f"{name} is in run {run_id}, reached at {where}; logs go to {self.job.log_dir}")
         self._is_welcome = True
         self.job = replace(self.job, run_id=welcome.run_id)
-        self.store = StoreReady(host=check_url(manager_url(self._offered.url)), port=welcome.store_port)
+        self.store = StoreReady(host=host, port=welcome.store_port)
 
     def _found(self) -> None:
         """Start founders, once those of an earlier attempt have ended."""
