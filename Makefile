@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # One compute thread per process: workers share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all test-services check format soak bench bench-simulator docs clean
+.PHONY: setup demo test test-all test-services test-examples check format soak bench bench-simulator docs clean
 
 setup: $(VENV)/.ready
 
@@ -31,17 +31,22 @@ demo: $(VENV)/.demo
 # Two at a time what can be; then, one by one, tests that say how long something may take.
 test: setup
 	scripts/test-packages.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not product and not gpu and not services and not alone"
-	$(BIN)/python -m pytest -m "not product and not gpu and not services and alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not product and not gpu and not services and not examples and not alone"
+	$(BIN)/python -m pytest -m "not product and not gpu and not services and not examples and alone"
 
 # The full product of models, layouts, schedules and recompute: long.
 test-all: setup
-	$(BIN)/python -m pytest -m "not gpu and not services" --timeout 3600
+	$(BIN)/python -m pytest -m "not gpu and not services and not examples" --timeout 3600
 
 # Launchers against the real services (Slurm, Ray) on this machine; installs what is missing.
 test-services: setup
 	scripts/test-services.sh
 	$(BIN)/python -m pytest -m services
+
+# Every example by its one command, until its stated result. About fifteen minutes on two cores.
+test-examples: setup
+	scripts/example-packages.sh
+	$(BIN)/python -m pytest -m examples -s
 
 check: setup
 	$(BIN)/ruff check .
