@@ -1,4 +1,4 @@
-"""Each example by its one command, on its real data, until its stated result: ``make test-examples``. Minutes each.
+"""Each example by its one command, on its real data, until its stated result: ``make test-examples``.
 
 The results are those of docs/guides/examples.md.
 """
