@@ -165,3 +165,13 @@ def test_run_names_are_safe_in_paths_and_differ() -> None:
     first, second = new_run_id("dir/my script (2).py"), new_run_id("dir/my script (2).py")
     assert first.startswith("my_script_2_-")
     assert first != second
+
+
+def test_a_task_of_skypilot_names_the_run() -> None:
+    """The same when it is recovered on another machine; safe in a path, whatever it is called."""
+    task = "sky-managed-2026-11-30-00-19-55-123456_my-gpt_12-0"
+    assert new_run_id("train.py", {"SKYPILOT_TASK_ID": task}) == task
+    assert new_run_id("train.py", {"SKYPILOT_TASK_ID": "../../a b/é"}) == "_.._a_b_"
+    assert len(new_run_id("train.py", {"SKYPILOT_TASK_ID": "a" * 300})) == 150
+    for nothing in ("", "..", "--"):
+        assert new_run_id("train.py", {"SKYPILOT_TASK_ID": nothing}).startswith("train-")
