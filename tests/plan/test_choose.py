@@ -19,6 +19,7 @@ from varuna.errors import PlanError
 from varuna.plan import SCHEDULES, simple_plan
 from varuna.plan.choose import SURE, Choice, choose_plan, plan_of
 from varuna.plan.cluster import Cluster, Machine
+from varuna.plan.estimate import load_profile
 from varuna.plan.points import PointMaker
 from varuna.plan.predict import Prediction, predict
 from varuna.plan.profile import LinkProfile, Profile
@@ -434,3 +435,16 @@ def test_the_table_says_why_each_is_not_chosen():
     assert any("parameters, gradients and optimizer alone take" in row.rejected for row in rows)
     assert rows[0].communication_s is not None
     assert rows[0].memory_bytes > 0
+
+
+def test_what_is_simulated_is_what_whole_plans_are_predicted_to_take() -> None:
+    profile, cluster = load_profile("gpt2-355m@h100"), Cluster.parse("13x8")  # machines share a slow link
+    choice = choose_plan(profile, cluster, batch_size=4096)
+    setting = Setting(profile, cluster, Wish(batch_size=4096))
+    search = Search(setting=setting, maker=PointMaker(setting))
+    search.run()
+    assert len(search.outcomes) >= 5
+    for outcome in search.outcomes:
+        predicted = predict(plan_of(outcome.laid, setting), profile, cluster, num_runs=5)
+        assert outcome.step_s == pytest.approx(predicted.step_s, rel=0.05)
+    assert choice.prediction.step_s <= min(outcome.step_s for outcome in search.outcomes) * 1.05
