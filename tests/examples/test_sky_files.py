@@ -1,4 +1,4 @@
-"""The task files for SkyPilot: what their shell makes of variables. Its parser: ``tests/services/test_sky.py``."""
+"""The task files for SkyPilot: what their shell does. Its own parser: ``tests/services/test_sky.py``."""
 
 from __future__ import annotations
 
