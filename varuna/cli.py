@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,7 +14,7 @@ from varuna.cli_audit import audit
 from varuna.cli_checkpoint import checkpoint, checkpoint_environ, checkpoint_options
 from varuna.cli_doctor import doctor
 from varuna.cli_fleet import profiles
-from varuna.cli_hosts import HostsFlags, hosts_options, run_on_hosts
+from varuna.cli_hosts import HostsFlags, check_machine_flags, hosts_options, run_on_hosts
 from varuna.cli_k8s import k8s
 from varuna.cli_machines import agent, manager
 from varuna.cli_morph import events, preempt, status, workers
@@ -22,6 +23,7 @@ from varuna.cli_profile import profile
 from varuna.cli_ray import RayFlags, check_ray_flags, ray_options, run_on_ray
 from varuna.cli_replay import replay
 from varuna.cli_sbatch import SbatchCommand, sbatch_options_of
+from varuna.cli_scale import check_has_manager, scale_environ, scale_options
 from varuna.cli_simulate import simulate
 from varuna.cli_slurm import SlurmFlags, check_slurm_flags, run_on_slurm, slurm, slurm_options
 from varuna.cli_start import (
@@ -125,6 +127,7 @@ def main() -> None:
 @hosts_options
 @ray_options
 @slurm_options
+@scale_options
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -160,6 +163,7 @@ def run(
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
+    **scale: Any,
 ) -> None:
     """Run SCRIPT on several workers, here, on machines of a file, a Ray cluster, or Slurm.
 
@@ -172,8 +176,12 @@ def run(
     traced = trace_environ(trace, trace_steps)
     saved = checkpoint_environ(os.environ, url=checkpoint_url, every=checkpoint_every, keep=keep, resume=resume)
     profiled = ProfileConfig(wanted=profiles_first).to_env()
+    scaled = scale_environ(os.environ, **scale)
     check_ray_flags(ray_address, ray_nodes, ray_resources, hosts)
     check_slurm_flags(on_slurm, nodes, prints, {"--hosts": hosts, "--ray": ray_address})
+    elsewhere = {"--hosts": hosts, "--ray": ray_address, "--slurm": on_slurm}
+    check_machine_flags(elsewhere, address=address, env=env, env_files=env_files, morphs=morphs)
+    morph = MorphConfig.from_env(os.environ, morphs, replaces)
     if hosts is not None:
         check_script(script, is_module)
         flags = HostsFlags(
@@ -187,7 +195,7 @@ def run(
             replaces=replaces,
             agent=("--show", show, *(("-m",) if is_module else ()), script, *arguments),
         )
-        sys.exit(run_on_hosts(flags, os.environ))
+        sys.exit(run_on_hosts(flags, {**os.environ, **scaled}))
     if ray_address is not None:
         check_script(script, is_module)
         ray_flags = RayFlags(
@@ -204,7 +212,7 @@ def run(
             agent=("--show", show, *(("-m",) if is_module else ())),
             script=(script, *arguments),
         )
-        sys.exit(run_on_ray(ray_flags, os.environ))
+        sys.exit(run_on_ray(ray_flags, {**os.environ, **scaled}))
     if on_slurm:
         check_script(script, is_module)
         slurm_flags = SlurmFlags(
@@ -213,7 +221,7 @@ def run(
             prints=prints,
             env=env,
             env_files=env_files,
-            environ={**layout.to_env(), **traced, **saved, **profiled},
+            environ={**layout.to_env(), **traced, **saved, **profiled, **scaled},
             workers=workers,
             log_dir=log_dir,
             replaces=replaces,
@@ -228,6 +236,7 @@ def run(
             f"{layout.num_stages} or more, or fewer stages."
         )
     check_script(script, is_module)
+    check_has_manager(scaled, has_manager=morph is not None and num_workers > 1)
     check_places({**os.environ, **saved})
     run_id = new_run_id(script)
     directory = log_directory(log_dir, run_id)
@@ -243,9 +252,9 @@ def run(
         run_id=run_id,
         log_dir=directory,
         show_all=show == "all",
-        morph=MorphConfig.from_env(os.environ, morphs, replaces) if num_workers > 1 else None,
+        morph=morph if num_workers > 1 else None,
     )
-    exit_code = run_local(job, {**os.environ, **traced, **saved, **profiled})
+    exit_code = run_local(job, {**os.environ, **traced, **saved, **profiled, **scaled})
     if exit_code == 0 and log_dir is None:
         remove_if_empty(directory)
     sys.exit(exit_code)

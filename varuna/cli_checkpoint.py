@@ -52,6 +52,9 @@ def checkpoint_environ(
             if value is not None:
                 raise ConfigError(f"{flag} {value} needs a place for checkpoints. Add --checkpoint URL.")
         return {}
+    from varuna.checkpoint.store import check_url
+
+    check_url(place)
     config = CheckpointConfig.parse(
         place,
         every=every or environ.get("VARUNA_CHECKPOINT_EVERY", ""),

@@ -14,6 +14,7 @@ from typing import TypeVar
 import click
 
 from varuna.config import MorphConfig
+from varuna.config_scale import SCALE_VARIABLES
 from varuna.errors import ConfigError
 
 _FORWARDED = ("VARUNA_", "NCCL_", "GLOO_", "OMP_", "PYTHON", "TORCH_", "CUDA_", "HF_")
@@ -24,6 +25,7 @@ _NOT_FORWARDED = (
     "VARUNA_ADDRESS",
     "PYTHONHOME",
     "CUDA_VISIBLE_DEVICES",
+    *SCALE_VARIABLES,
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ANY_PORT = 9  # nothing is sent
@@ -59,6 +61,35 @@ def hosts_options(command: _Command) -> _Command:
     ):
         command = option(command)
     return command
+
+
+def check_machine_flags(
+    elsewhere: Mapping[str, object],
+    *,
+    address: str,
+    env: Sequence[str],
+    env_files: Sequence[Path],
+    morphs: bool | None,
+) -> None:
+    """Raise ``ConfigError`` for flags that mean nothing on this machine, or elsewhere.
+
+    Args:
+        elsewhere: values of the flags that name other machines; None for those that were not given.
+        address: of this machine, for others.
+        env: variables for others.
+        env_files: files of such.
+        morphs: whether workers may come and go, if that was said.
+    """
+    given = [flag for flag, value in elsewhere.items() if value]
+    names = [f"--env {one.partition('=')[0]}" for one in env] + [f"--env-file {path}" for path in env_files]
+    useless = [*([f"--address {address}"] if address else []), *names]
+    if useless and not given:
+        raise ConfigError(
+            f"{useless[0]} is for other machines, and the workers are on this one, with the variables that it "
+            f"has. Leave it out, or add one of {', '.join(elsewhere)}."
+        )
+    if morphs is False and given:
+        raise ConfigError(f"--no-morph is for one machine; {given[0]} is for machines that come and go.")
 
 
 @dataclass(frozen=True, kw_only=True)

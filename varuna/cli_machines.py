@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from varuna.cli_checkpoint import checkpoint_environ, checkpoint_options
-from varuna.cli_start import check_script, default_workers, layout_of, log_directory, remove_if_empty
+from varuna.cli_scale import scale_environ, scale_options
+from varuna.cli_start import (
+    check_script,
+    default_workers,
+    layout_of,
+    log_directory,
+    made_directory,
+    remove_if_empty,
+)
 from varuna.config import SCHEDULE_NAMES, MorphConfig
 from varuna.errors import ConfigError
 from varuna.launch.naming import new_run_id
@@ -42,11 +51,19 @@ _SECONDS = click.FloatRange(min=0, max=86400)
     default=None,
     help="Have a new worker started for each one that is lost. Default: go on with fewer.",
 )
+@scale_options
 @click.option(
     "--stay", is_flag=True, help="Stay when the job is over, to tell agents that come late how it ended."
 )
 def manager(
-    *, listen: str, state: Path, min_workers: int, settle: float, replaces: bool | None, stay: bool
+    *,
+    listen: str,
+    state: Path,
+    min_workers: int,
+    settle: float,
+    replaces: bool | None,
+    stay: bool,
+    **scale: Any,
 ) -> None:
     """Manage a job whose workers run elsewhere, under `varuna agent`.
 
@@ -57,18 +74,19 @@ def manager(
     from varuna.launch.host import ManagerSettings, run_manager
 
     host, port = _address(listen)
+    scaled = scale_environ(os.environ, **scale)
     morph = MorphConfig.from_env(os.environ, True, replaces)
     assert morph is not None
     settings = ManagerSettings(
         host=host,
         port=port,
-        state_dir=state.absolute(),
+        state_dir=made_directory("--state", state, mode=0o700),
         min_workers=min_workers,
         settle_s=settle,
         morph=morph,
         stays=stay,
     )
-    sys.exit(run_manager(settings, os.environ))
+    sys.exit(run_manager(settings, {**os.environ, **scaled}))
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -77,8 +95,8 @@ def manager(
     "url",
     required=True,
     metavar="URL",
-    help="What `varuna manager` has printed; or file:///STATE/url, if its directory is shared and it may come back "
-    "on another machine.",
+    help="What `varuna manager` has printed; or file:///STATE/url, if its directory is shared and it may come "
+    "back on another machine.",
 )
 @click.option(
     "--token-file",

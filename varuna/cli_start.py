@@ -67,8 +67,25 @@ def log_directory(wanted: Path | None, run_id: str) -> Path:
     """An existing directory for logs: the one that was asked for, or a new one."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix=f"varuna-{run_id}-"))
-    wanted.mkdir(parents=True, exist_ok=True)
-    return wanted.absolute()
+    return made_directory("--log-dir", wanted)
+
+
+def made_directory(flag: str, path: Path, mode: int = 0o777) -> Path:
+    """A directory that exists now, and in which files can be made; absolute.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: no files can be made there: {error.strerror or error}. Give a directory to which "
+            f"you may write."
+        ) from error
+    return path.absolute()
 
 
 def remove_if_empty(directory: Path) -> None:

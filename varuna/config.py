@@ -314,6 +314,11 @@ class MorphConfig:
             ConfigError: a value that cannot be.
         """
         if not (_flag("VARUNA_MORPH", environ.get("VARUNA_MORPH") or "1") if wanted is None else wanted):
+            if replace_lost:
+                raise ConfigError(
+                    "--replace-lost is for a job that goes on when a worker is lost, and this one is to end "
+                    "then (--no-morph, or VARUNA_MORPH=0). Leave one of them out."
+                )
             return None
         if replace_lost is None:
             replace_lost = _flag("VARUNA_REPLACE_LOST", environ.get("VARUNA_REPLACE_LOST") or "0")

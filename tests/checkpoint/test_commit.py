@@ -80,7 +80,7 @@ def test_c42_a_save_that_cannot_be_completed_removes_nothing_older(tmp_path):
     save(good, state)
     train(state, 1)
     committer = Committer(store, retention=Retention(newest=1), publish=never)
-    with pytest.raises(CheckpointError, match=r"step 2 .* could not be completed: .*bad disk.*older ones stay"):
+    with pytest.raises(CheckpointError, match=r"step 2 .* could not be completed: .*bad disk\.$"):
         save(store, state, committer=committer)
     assert steps_in(good) == [1]
     assert len(good.directories()) == 1
@@ -181,7 +181,7 @@ def test_a_committer_that_died_is_followed_by_another(tmp_path):
     savers = {0: Saver(store, "w0")}
     order, job, futures = begin_save(first, savers, state, layout(1, 1))
     answers = [future.result(timeout=30) for future in futures.values()]
-    with pytest.raises(CheckpointError, match="Cannot begin a checkpoint"):
+    with pytest.raises(CheckpointError, match="A save cannot begin in "):
         second.open(order)  # it is alive
     first._release(order)  # what the kernel does when it is not
     second.open(order)

@@ -242,3 +242,14 @@ def test_questions_that_are_none(asked: str) -> None:
     assert result.returncode == 2
     assert "--from-launcher is for `varuna doctor --hosts`" in result.stderr
     assert not result.stdout
+
+
+def test_buckets(tmp_path: Path) -> None:
+    """Nothing is asked of them; what is missing to ask is told."""
+    assert "s3://bucket/gpt is known here" in doctor(tmp_path, "--checkpoint", "s3://bucket/gpt").output
+    for url, words in (
+        ("oci://bucket/gpt", "oci:// needs ocifs, which is not installed: pip install ocifs"),
+        ("s4://bucket/gpt", "s4:// is not known"),
+    ):
+        result = doctor(tmp_path, "--checkpoint", url)
+        assert (result.exit_code, words in result.output) == (1, True), result.output

@@ -65,7 +65,7 @@ class Committer:
         try:
             known = self._orders()
         except OSError as error:
-            raise self._cannot_begin(step, error) from error
+            raise self._cannot_begin(error) from error
         sequence = max([self._last_sequence, *(order.sequence for order in known)]) + 1
         order = SaveOrder(save_id=uuid.uuid4().hex[:8], sequence=sequence, step=step)
         self.open(order)
@@ -84,7 +84,7 @@ class Committer:
             self._store.make_directory(order.directory)
             self._holds[order.save_id] = self._store.hold(order.directory)
         except OSError as error:
-            raise self._cannot_begin(order.step, error) from error
+            raise self._cannot_begin(error) from error
         self._last_sequence = max(self._last_sequence, order.sequence)
         self._tidy(lambda: self._sweep(order, [one for one in known if one != order]))
 
@@ -126,8 +126,7 @@ class Committer:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f"The checkpoint of step {order.step} in {self._store.url} could not be completed: {error}. It "
-                f"was given up; older ones stay."
+                f"The checkpoint of step {order.step} in {self._store.url} could not be completed: {error}."
             ) from error
         self._tidy(lambda: self._release(order))
         self._tidy(lambda: self._remove_strays(manifest))
@@ -154,10 +153,8 @@ class Committer:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _cannot_begin(self, step: int, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"Cannot begin a checkpoint of step {step} in {self._store.url}: {error}. Older ones stay."
-        )
+    def _cannot_begin(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"A save cannot begin in {self._store.url}: {error}.")
 
     def _orders(self) -> tuple[SaveOrder, ...]:
         parsed = (parse_directory(name) for name in self._store.directories())
@@ -181,8 +178,7 @@ class Committer:
                 f"{len(wrong)} of {len(wanted)} parts of the checkpoint of step {manifest.order.step} "
                 f"({listed(wrong)}) are not in {self._store.url}/{directory} as their writers left them: of "
                 f"{first} expected {wanted[first]} bytes, found {wrong[first] or 'none'}. All machines must "
-                f"share that place: use a shared file system or a bucket (s3://...). The save is given up; "
-                f"older ones stay."
+                f"share that place: use a shared file system or a bucket (s3://...)."
             )
 
     def _remove_strays(self, manifest: Manifest) -> None:

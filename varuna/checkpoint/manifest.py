@@ -86,7 +86,7 @@ def assemble(
     if missing:
         raise CheckpointError(
             f"Save {order.save_id} of step {order.step} lacks {len(missing)} tensors ({listed(missing)}): no "
-            f"worker wrote them. The save is given up; older checkpoints stay."
+            f"worker wrote them."
         )
     return manifest
 

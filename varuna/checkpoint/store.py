@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -20,6 +21,16 @@ Buffer = bytes | bytearray | memoryview
 
 HOLD_FILE = ".writing"
 """A file in a directory that is being written; its time is when the save began, by the store's own clock."""
+
+INSTALL = {
+    "s3": "pip install 'varuna[s3]'",
+    "s3a": "pip install 'varuna[s3]'",
+    "gs": "pip install gcsfs",
+    "gcs": "pip install gcsfs",
+    "az": "pip install adlfs",
+    "abfs": "pip install adlfs",
+}
+"""What a kind of URL needs, where the name of the package does not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +149,8 @@ def open_store(url: str, *, patience: Patience | None = None) -> Store:
     """
     from varuna.checkpoint.store_file import FileStore
 
-    scheme, separator, rest = url.partition("://")
-    if not url or (separator and not rest):
-        raise ConfigError(
-            f"{url!r} is no place for checkpoints. Give a directory, or a URL such as s3://bucket/name."
-        )
+    check_url(url)
+    scheme, separator, _ = url.partition("://")
     if not separator:
         return FileStore(Path(url).absolute())
     if scheme == "file":
@@ -156,6 +164,40 @@ def open_store(url: str, *, patience: Patience | None = None) -> Store:
     from varuna.checkpoint.store_fsspec import open_fsspec
 
     return open_fsspec(url, patience or Patience())
+
+
+def check_url(url: str) -> None:
+    """Raise ``ConfigError`` for a URL that no store can have; opens nothing, and imports no client."""
+    scheme, separator, rest = url.partition("://")
+    if not url or (separator and not rest):
+        raise ConfigError(
+            f"{url!r} is no place for checkpoints. Give a directory, or a URL such as s3://bucket/name."
+        )
+    if not separator or scheme == "file":
+        return
+    from fsspec import available_protocols  # type: ignore[import-untyped]
+
+    unknown = [name for name in scheme.split("::") if name not in available_protocols()]
+    if unknown:
+        raise ConfigError(
+            f"{shown_url(url)} is no place for checkpoints: {unknown[0]}:// is not known. Give a directory, or "
+            f"a URL such as s3://bucket/name."
+        )
+
+
+def missing_package(url: str) -> str:
+    """What has to be installed here for a URL that ``check_url`` lets pass; empty if all is there."""
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme == "file":
+        return ""
+    from fsspec.registry import known_implementations  # type: ignore[import-untyped]
+
+    for name in scheme.split("::"):
+        module = known_implementations.get(name, {}).get("class", "").partition(".")[0]
+        if module and find_spec(module) is None:
+            how = INSTALL.get(name, f"pip install {module}")
+            return f"{name}:// needs {module}, which is not installed: {how}"
+    return ""
 
 
 def shown_url(url: str) -> str:

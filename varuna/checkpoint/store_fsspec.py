@@ -13,21 +13,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from varuna.checkpoint.store import HOLD_FILE, Buffer, FileEntry, Patience, Span, shown_url
+from varuna.checkpoint.store import HOLD_FILE, INSTALL, Buffer, FileEntry, Patience, Span, shown_url
 from varuna.errors import ConfigError
 
 _PIECE_BYTES = 16 << 20
 _BATCH_BYTES = 256 << 20
 _MAX_GAP_BYTES = 1 << 20
 _MODIFIED_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
-_INSTALL = {
-    "s3": "pip install 'varuna[s3]'",
-    "s3a": "pip install 'varuna[s3]'",
-    "gs": "pip install gcsfs",
-    "gcs": "pip install gcsfs",
-    "az": "pip install adlfs",
-    "abfs": "pip install adlfs",
-}
 
 
 class FsspecStore:
@@ -226,7 +218,7 @@ def open_fsspec(url: str, patience: Patience) -> FsspecStore:
 
         fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        how = _INSTALL.get(scheme, "install the package that fsspec asks for")
+        how = INSTALL.get(scheme, "install the package that fsspec asks for")
         raise ConfigError(
             f"Checkpoints at {scheme}:// need a package that is not installed ({error}). {how}."
         ) from error

@@ -15,12 +15,12 @@ class Interface(Struct, frozen=True, kw_only=True):
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """A directory that a job writes to.
+    """Where a job writes.
 
     Attributes:
-        what: it is for: ``cache`` or ``checkpoints``, ``logs``.
-        path: absolute.
-        free_bytes: there.
+        what: it is for: ``cache``, ``logs``, ``checkpoints``; or ``bucket`` for checkpoints at a URL.
+        path: absolute, or the URL.
+        free_bytes: there; 0 of a bucket.
         problem: why nothing can be written there; empty if it can.
     """
 

@@ -12,11 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from varuna.checkpoint.store import check_url, missing_package, shown_url
 from varuna.config import cache_dir
 from varuna.errors import ConfigError
 from varuna.launch.devices import visible_gpus
 from varuna.launch.facts import Interface, MachineFacts, ManagerFacts, Place, Reach
-from varuna.morph.client import RunClient, check_url
+from varuna.morph.client import RunClient
+from varuna.morph.client import check_url as host_in_url
 from varuna.morph.runs import RunInfo
 from varuna.versions import installed_versions
 
@@ -54,7 +56,7 @@ def gather_facts(
     host_name = socket.gethostname()
     name_addresses, name_problem, name_s = _resolve(host_name)
     if manager is not None and not facing:
-        facing = check_url(manager[0])
+        facing = host_in_url(manager[0])
     address = environ.get("VARUNA_ADDRESS") or (address_towards(facing) if facing else "")
     return MachineFacts(
         name=name or host_name,
@@ -83,9 +85,16 @@ def places(environ: Mapping[str, str], checkpoint_url: str) -> tuple[Place, ...]
     except ConfigError as error:
         cache = Place(what="cache", path="", problem=str(error))
     temporary = look_at("logs", Path(environ.get("TMPDIR") or tempfile.gettempdir()))
-    if not checkpoint_url or "://" in checkpoint_url:
+    if not checkpoint_url:
         return cache, temporary
-    return cache, temporary, look_at("checkpoints", Path(checkpoint_url).absolute())
+    if "://" not in checkpoint_url:
+        return cache, temporary, look_at("checkpoints", Path(checkpoint_url).absolute())
+    try:
+        check_url(checkpoint_url)
+        problem = missing_package(checkpoint_url)
+    except ConfigError as error:
+        problem = str(error)
+    return cache, temporary, Place(what="bucket", path=shown_url(checkpoint_url), problem=problem)
 
 
 def look_at(what: str, path: Path) -> Place:

@@ -103,7 +103,9 @@ def versions(facts: MachineFacts) -> Said:
 
 
 def place_for(place: Place) -> Said:
-    """A directory that a job writes to."""
+    """Where a job writes."""
+    if place.what == "bucket":  # nothing is asked of it: that may cost money, and needs credentials
+        return Said("stops" if place.problem else "ok", place.problem or f"{place.path} is known here", "")
     if place.problem:
         mends = {
             "cache": "Set VARUNA_CACHE_DIR to a directory on this machine that you may write to.",

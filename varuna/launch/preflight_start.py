@@ -19,6 +19,6 @@ def check_places(environ: Mapping[str, str]) -> None:
     for place in places(environ, environ.get("VARUNA_CHECKPOINT", "")):
         level, found, mend = place_for(place)
         if level == "stops":
-            raise ConfigError(f"{place.what}: {found}. {mend} `varuna doctor` looks at everything.")
+            raise ConfigError(f"{place.what}: {found.rstrip('.')}. {mend} `varuna doctor` looks at everything.")
         if place.problem:
             say(f"warning: {place.what}: {found}. {mend}")

@@ -74,9 +74,11 @@ class Endings(Finishing):
             took = f"; {render_times(times)}"
         job.stopped_s = None
         job.durations_s = []
+        num_pipelines = len(generation.plan.pipelines)
         text = (
             f"generation {generation.number} runs from step {max(generation.next_step, job.num_committed)} on: "
-            f"{num_used(generation.plan)} of {num_members} workers, {len(generation.plan.pipelines)} pipelines"
+            f"{num_used(generation.plan)} of {num_members} workers, {num_pipelines} "
+            f"pipeline{'' if num_pipelines == 1 else 's'}"
         )
         self._enter(Phase.RUNNING, text, now_s)
         self._tell("running", text + took, figures)

@@ -185,7 +185,7 @@ class Narrator:
                         f"{human_seconds(event.write_s)}, training paused {human_seconds(event.pause_s)}: "
                         f"{event.url}"]  # fmt: skip
             case CheckpointFailed():
-                return [f"Note: no checkpoint of step {event.step:,} in {event.url}: {event.reason}. Training "
+                return [f"Note: no checkpoint of step {event.step:,}: {event.reason.rstrip('.')}. Training "
                         f"goes on; older checkpoints stay."]  # fmt: skip
             case Resumed():
                 return [f"Goes on from the checkpoint of step {event.step:,}: {event.url}"]

@@ -117,7 +117,13 @@ def _check(
         raise PlanError("The model has no sections to lay out.")
     if num_workers < 1 or batch_size < 1:
         raise PlanError(f"num_workers={num_workers} and batch_size={batch_size} must both be at least 1.")
-    if micro_batch_size is not None and not 1 <= micro_batch_size <= batch_size:
+    if micro_batch_size is not None:
+        check_micro_batch_size(micro_batch_size, batch_size)
+
+
+def check_micro_batch_size(micro_batch_size: int, batch_size: int) -> None:
+    """Raise ``PlanError`` if a global batch cannot be cut so."""
+    if not 1 <= micro_batch_size <= batch_size:
         raise PlanError(
             f"A global batch of {batch_size} samples cannot be cut into micro-batches of {micro_batch_size}. "
             f"Choose a micro-batch size from 1 to {batch_size}, or a larger batch size."

@@ -23,6 +23,7 @@ from varuna.partition import InputSignature, Partition, Section, flatten_batch, 
 from varuna.partition.check import check_split, why_not_checked
 from varuna.partition.materialise import materialise, return_memory
 from varuna.plan import PlanChoice
+from varuna.plan.layout import check_micro_batch_size
 from varuna.plan.profile import Profile
 from varuna.run.data import probe_first_batch
 from varuna.run.generation import Generation
@@ -110,6 +111,8 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJ
         PeerLost: another worker gave up.
     """
     job = request.job
+    if request.layout.micro_batch_size is not None:  # on every worker, before one waits for another
+        check_micro_batch_size(request.layout.micro_batch_size, job.batch_size)
     compare_versions(world)
     compare_settings(
         world,
