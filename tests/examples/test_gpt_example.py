@@ -89,3 +89,117 @@ def test_the_model_learns_a_line_and_has_ten_million_parameters_by_default():
     assert loss.item() < 0.1 < first
     written = model.eval().generate(line[:1, :3], 6, temperature=1.0, top_k=1, seed=0)
     assert written.tolist() == [list(range(9))]
+
+
+def options(monkeypatch, *words):
+    import gpt_options
+
+    monkeypatch.setattr(sys, "argv", ["gpt.py", *words])
+    return gpt_options.parse_arguments("A GPT.", save="runs/gpt")
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [("10m", 0.0093), ("125m", 0.124), ("355m", 0.355), ("1.5b", 1.558), ("2.5b", 2.49), ("8.3b", 8.317)],
+)
+def test_sizes_have_the_parameters_of_their_names(size, billions, monkeypatch):
+    from gpt_model import GPT
+    from gpt_options import SIZES, model_config
+
+    from varuna.plan.estimate_models import MODELS
+
+    config = model_config(options(monkeypatch, "--size", size))
+    with torch.device("meta"):
+        model = GPT(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters == config.num_parameters
+    assert num_parameters == pytest.approx(billions * 1e9, rel=0.005)
+    if (profile := SIZES[size].profile) is not None:
+        assert num_parameters == MODELS[profile].num_parameters
+
+
+def test_the_size_sets_what_is_not_given(monkeypatch):
+    args = options(monkeypatch, "--size", "2.5b", "--num-layers", "3", "--fp16", "--lr", "1e-3")
+    assert (args.num_layers, args.hidden_size, args.global_batch_size) == (3, 1920, 8192)
+    assert (args.precision, args.lr, args.min_lr) == ("fp16", 1e-3, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("style", "half_way", "end"), [("constant", 1, 1), ("linear", 0.6, 0.2), ("cosine", 0.6, 0.2)]
+)
+def test_the_learning_rate_goes_up_and_down(style, half_way, end, monkeypatch):
+    from gpt_options import lr_share
+
+    words = (
+        "--steps",
+        "110",
+        "--lr-warmup",
+        "10",
+        "--lr-decay-style",
+        style,
+        "--lr",
+        "1e-3",
+        "--min-lr",
+        "2e-4",
+    )
+    args = options(monkeypatch, *words)
+    shares = [lr_share(step, args) for step in range(112)]
+    assert shares[0] == 0.1
+    assert shares[9] == shares[10] == 1
+    assert shares[60] == pytest.approx(half_way)
+    assert shares[110] == shares[111] == pytest.approx(end)
+    assert style != "cosine" or shares[30] > 0.9 - 0.1 * 0.2  # flat at first
+
+
+def test_a_large_model_is_described_and_its_plan_is_one_command(monkeypatch, capsys):
+    import shlex
+
+    from click.testing import CliRunner
+    from gpt import main
+
+    from varuna.cli import main as command
+
+    monkeypatch.setattr(sys, "argv", ["gpt.py", "--size", "8.3b", "--describe"])
+    main()
+    told = capsys.readouterr().out
+    assert "8.317 billion parameters: 133.1 GB" in told
+    planned = CliRunner().invoke(command, shlex.split(told.split("Ask for a plan: varuna ")[1]))
+    assert planned.exit_code == 0, planned.output
+    assert "64 of 64 workers" in planned.output
+
+
+def test_tokens_of_a_file_are_read_as_they_are(tmp_path):
+    import text_data
+
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(10_000, dtype=np.uint16))
+    options = {"seq_length": 16, "max_bytes": 10**6, "cache_dir": tmp_path}
+    data = text_data.load_text(str(path), vocab_size=50257, **options)
+    tokens, targets = data.train[2]
+    assert tokens.tolist() == list(range(32, 48))
+    assert targets.tolist() == list(range(33, 49))
+    assert data.tokenizer is None
+    assert (len(data.train), len(data.validation)) == (593, 31)  # of 9,500 and 500 tokens
+    with pytest.raises(SystemExit, match="--vocab-size 10000 or more"):
+        text_data.load_text(str(path), vocab_size=300, **options)
+    np.save(path, np.zeros((5, 5)))
+    with pytest.raises(SystemExit, match=r"float64 of shape \(5, 5\)"):
+        text_data.load_text(str(path), vocab_size=300, **options)
+    with pytest.raises(SystemExit, match="no such file"):
+        text_data.load_text(str(tmp_path / "none.npy"), vocab_size=300, **options)
+
+
+def test_what_is_made_once_is_whole_or_not_there(tmp_path):
+    from common import made_once
+
+    def fails(path):
+        path.mkdir()
+        (path / "half").write_text("")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        made_once(tmp_path / "made", fails)
+    assert not (tmp_path / "made").exists()
+    assert made_once(tmp_path / "made", lambda path: path.write_text("whole")).read_text() == "whole"
+    assert made_once(tmp_path / "made", fails).read_text() == "whole"
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "made"]
