@@ -56,10 +56,17 @@ class ManagerProcess:
             there is removed, unless the job has many machines.
         config: what the user set.
         many: how it serves many machines; None for one.
+        run_id: name of the run.
     """
 
     def __init__(
-        self, token: str, log_dir: Path, config: MorphConfig, many: ManyMachines | None = None
+        self,
+        token: str,
+        log_dir: Path,
+        config: MorphConfig,
+        many: ManyMachines | None = None,
+        *,
+        run_id: str = "",
     ) -> None:
         if many is None:
             for name in (LOG_NAME, *JOURNAL_NAMES):
@@ -68,7 +75,8 @@ class ManagerProcess:
         self.journal_path = log_dir / JOURNAL_NAME
         limits = ["--heartbeat-limit", str(config.heartbeat_limit_s), "--rest", str(config.rest_s)]
         chosen = {"--replace-lost": config.replace_lost, "--ignore-slow": not config.finds_slow}
-        flags = [*limits, *(flag for flag, is_set in chosen.items() if is_set), *_arguments(many)]
+        named = ["--run-name", run_id] if run_id else []
+        flags = [*limits, *named, *(flag for flag, is_set in chosen.items() if is_set), *_arguments(many)]
         self._request = StartManager(
             environ={"VARUNA_TOKEN": token}, arguments=["--journal", str(self.journal_path), *flags]
         )

@@ -43,7 +43,7 @@ class Morphing:
     ) -> None:
         self.watch_s = config.manager_limit_s / _WATCHES_PER_LIMIT
         self._run_file: Path | None = None
-        self._manager = ManagerProcess(token, log_dir, config, many)
+        self._manager = ManagerProcess(token, log_dir, config, many, run_id=run_id)
         machine = machine_name()
         self.agent = Agent(
             self._manager.url, token, machine, name=machine if many is None else f"{machine} (manager)"

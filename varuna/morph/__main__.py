@@ -2,7 +2,7 @@
 
 A launcher starts it. It serves on a listening socket that it is given, so that a manager that is started again
 answers at the same place, and writes a journal from which it then knows what it knew. The job's token comes in
-``VARUNA_TOKEN``.
+``VARUNA_TOKEN``, whom to ask for machines in ``VARUNA_SCALE_*``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from pathlib import Path
 
 from aiohttp import web
 
-from varuna.clock import MonotonicClock
+from varuna.clock import Clock, MonotonicClock
+from varuna.config_scale import ScaleConfig
 from varuna.morph.hub import HEARTBEAT_LIMIT_S, Hub
 from varuna.morph.journal import Journal, ResumedClock
 from varuna.morph.messages import Welcome
 from varuna.morph.planning import plan_for, warm_up
 from varuna.morph.policy import Policy
+from varuna.morph.scale_hook import ScaleHook
+from varuna.morph.scaling import ScalePolicy, Scaling
 from varuna.morph.server import Server, request_log
 from varuna.versions import installed_versions
 
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--journal", type=Path, required=True, metavar="FILE")
     parser.add_argument("--heartbeat-limit", type=float, default=HEARTBEAT_LIMIT_S, metavar="SECONDS")
     parser.add_argument("--run-id", default="", help="told to agents, with --store-port")
+    parser.add_argument("--run-name", default="", help="told to whom it asks for machines")
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--min-workers", type=int, default=0, help="0: the launcher founds the job by itself")
     parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS")
@@ -75,13 +79,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 described=lambda job: job.profile and warm_up(job),
             )
             server = Server(hub, token, run_id=given.run_id, versions=installed_versions())
-            asyncio.run(_serve(hub, server, listener, given.heartbeat_limit / _TICKS_PER_LIMIT))
+            hook = _scale_hook(ScaleConfig.from_env(os.environ), given.run_name, policy, hub, clock)
+            try:
+                asyncio.run(_serve(hub, hook, server, listener, given.heartbeat_limit / _TICKS_PER_LIMIT))
+            finally:
+                if hook is not None:
+                    hook.close()
         finally:
             journal.close()
     return 0
 
 
-async def _serve(hub: Hub, server: Server, listener: socket.socket, tick_s: float) -> None:
+def _scale_hook(
+    config: ScaleConfig | None, run_id: str, policy: Policy, hub: Hub, clock: Clock
+) -> ScaleHook | None:
+    if config is None:
+        return None
+    scale = ScalePolicy(workers=config.workers, every_s=config.every_s)
+    return ScaleHook(config, Scaling(run_id, policy, scale), hub, clock)
+
+
+async def _serve(
+    hub: Hub, hook: ScaleHook | None, server: Server, listener: socket.socket, tick_s: float
+) -> None:
     runner = web.AppRunner(
         server.application(),
         access_log=None,
@@ -91,7 +111,7 @@ async def _serve(hub: Hub, server: Server, listener: socket.socket, tick_s: floa
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
-        ticking = asyncio.ensure_future(_tick(hub, min(tick_s, _MOST_TICK_S)))
+        ticking = asyncio.ensure_future(_tick(hub, hook, min(tick_s, _MOST_TICK_S)))
         ending = asyncio.ensure_future(_asked_to_end())
         try:
             done, _ = await asyncio.wait((ticking, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -106,9 +126,11 @@ async def _serve(hub: Hub, server: Server, listener: socket.socket, tick_s: floa
         await runner.cleanup()
 
 
-async def _tick(hub: Hub, every_s: float) -> None:
+async def _tick(hub: Hub, hook: ScaleHook | None, every_s: float) -> None:
     while True:
         hub.tick()
+        if hook is not None:
+            hook.tick()
         await asyncio.sleep(every_s)
 
 
