@@ -31,8 +31,8 @@ demo: $(VENV)/.demo
 # Two at a time what can be; then, one by one, tests that say how long something may take.
 test: setup
 	scripts/test-packages.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not product and not gpu and not services and not examples and not alone"
-	$(BIN)/python -m pytest -m "not product and not gpu and not services and not examples and alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --alone not
+	$(BIN)/python -m pytest --alone only
 
 # The full product of models, layouts, schedules and recompute: long.
 test-all: setup

@@ -6,23 +6,35 @@ from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 ALONE = {
-    "launch",
     "benchmarks",
-    "test_no_hang.py",
-    "test_morph_ends.py",
-    "test_morph_faults.py",
-    "test_morph_forming.py",
-    "test_morph_cut.py",
-    "test_slow.py",
-    "test_soak.py",
-    "test_replay.py",
+    "e2e/test_morph_cut.py",
+    "e2e/test_morph_ends.py",
+    "e2e/test_morph_faults.py",
+    "e2e/test_morph_forming.py",
+    "e2e/test_no_hang.py",
+    "e2e/test_slow.py",
+    "e2e/test_soak.py",
+    "launch/test_endings.py",
+    "launch/test_failures.py",
+    "launch/test_manager_watch.py",
+    "launch/test_newcomers.py",
+    "launch/test_runs.py",
+    "testing/test_replay.py",
 }
 """Folders of such tests, and files."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if ALONE & set(item.path.relative_to(here).parts):
-            item.add_marker(pytest.mark.alone)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", choices=("only", "not"), help="tests that run by themselves, or all others")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Only what was asked for is imported."""
+    wanted = config.getoption("--alone")
+    if wanted is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    path = collection_path.relative_to(HERE)
+    is_alone = not ALONE.isdisjoint(each.as_posix() for each in (path, *path.parents))
+    return True if is_alone != (wanted == "only") else None
