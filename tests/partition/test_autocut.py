@@ -150,3 +150,41 @@ def test_find_cut_points_returns_ascending_positions_without_ends() -> None:
     assert positions == tuple(sorted(set(positions)))
     assert positions[0] > 0
     assert positions[-1] < len(flow.steps)
+
+
+class Row(nn.Module):
+    """Layers of equal width in a row, as attributes or in a list, with a small head behind them."""
+
+    def __init__(self, kind: type[nn.Module], *, in_list: bool, head: bool) -> None:
+        super().__init__()
+        layers = [kind(16, 16) for _ in range(3)]
+        self.blocks = nn.ModuleList(layers) if in_list else None
+        if not in_list:
+            self.a, self.b, self.c = layers
+        self.head = nn.Linear(16, 2) if head else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.c) if self.blocks is None else self.blocks:
+            x = layer(x)
+        return (x if self.head is None else self.head(x)).square().mean()
+
+
+class Gate(nn.Linear):
+    """Decides by a value, so that nothing can look into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.detach().mean()) < 1e9 else -x)
+
+
+@pytest.mark.parametrize("kind", [Gate, nn.Linear])
+@pytest.mark.parametrize("in_list", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+def test_layers_in_a_row_are_cut_apart(kind: type[nn.Module], in_list: bool, head: bool) -> None:
+    """Whether or not a list holds them, a small head follows, or they are opaque leaves."""
+    torch.manual_seed(0)
+    model = Row(kind, in_list=in_list, head=head)
+    divided = partition(model, {"x": torch.randn(2, 16)})
+    weights = [[name for name in section.parameters if name.endswith("weight")] for section in divided.sections]
+    layers = [names for names in weights if names and names != ["head.weight"]]
+    assert [len([name for name in names if name != "head.weight"]) for names in layers] == [1, 1, 1], weights
+    assert_same_step(model, divided, {"x": torch.randn(3, 16)})

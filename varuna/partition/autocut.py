@@ -3,7 +3,7 @@
 Automatic places have few bytes alive, between pieces of model that are worth having apart. In order:
 
 1. Local minima of the bytes alive, and steps down (a chain that narrows); of neighbours with equal bytes, those
-   between the outermost modules.
+   between the outermost modules, and those between opaque leaves.
 2. Places with next to no work between them count as one: the cheapest stays. Work is compute and parameters.
 3. A place is dropped if one within a few per cent of the model's work carries noticeably fewer bytes, or if it
    lies between two much cheaper ones. The comparison is local, so that pyramids (ResNet), where bytes fall
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -78,7 +78,8 @@ def find_cut_points(
 def automatic_positions(flow: Flow, model: nn.Module) -> tuple[Position, ...]:
     """Automatic cut positions; see the module's docstring. Empty if the model has no good place."""
     work = _work(flow, model)
-    minima = _minima(flow, work)
+    depths = _depths(flow, model)
+    minima = _minima(flow, work, depths)
     if not minima:
         return ()
     pieces = len(minima) + 1
@@ -87,7 +88,7 @@ def automatic_positions(flow: Flow, model: nn.Module) -> tuple[Position, ...]:
     merged: list[Position] = []
     for position in inner:
         if merged and not _apart(work, merged[-1], position, pieces):
-            merged[-1] = min(merged[-1], position, key=lambda p: (flow.live_bytes[p], _depth(flow, p), p))
+            merged[-1] = min(merged[-1], position, key=lambda p: (flow.live_bytes[p], depths[p], p))
         else:
             merged.append(position)
     return _without_humps(_cheapest_nearby(merged, flow.live_bytes, work), flow.live_bytes, work)
@@ -150,9 +151,9 @@ def _work(flow: Flow, model: nn.Module) -> _Work:
     return _Work(compute=tuple(accumulate(compute)), parameters=tuple(accumulate(parameters)))
 
 
-def _minima(flow: Flow, work: _Work) -> list[Position]:
-    """Of each run of equal bytes with more before it, and more or a costly operator after it: its places
-    between the outermost modules.
+def _minima(flow: Flow, work: _Work, depths: Sequence[int]) -> list[Position]:
+    """Of each run of equal bytes with more before it, and more or something costly between it and fewer: its
+    places of least depth.
     """
     costly = 0.5 * work.compute[-1] / len(flow.steps)
     runs: list[list[Position]] = []
@@ -168,22 +169,41 @@ def _minima(flow: Flow, work: _Work) -> list[Position]:
     for index, run in enumerate(runs, start=1):
         if sizes[index - 1] < sizes[index]:
             continue
-        step = work.compute[runs[index][0]] - work.compute[run[-1]] if index < len(runs) else 0.0
-        if sizes[index + 1] > sizes[index] or step > costly:
-            depths = {position: _depth(flow, position) for position in run}
-            found += [position for position in run if depths[position] == min(depths.values())]
+        next_compute = work.compute[runs[index][0]] if index < len(runs) else 0.0
+        is_minimum = sizes[index + 1] > sizes[index]
+        places = [p for p in run if is_minimum or next_compute - work.compute[p] > costly]
+        least = min((depths[position] for position in places), default=0)
+        found += [position for position in places if depths[position] == least]
     return found
 
 
-def _depth(flow: Flow, position: Position) -> int:
-    """How many modules a position lies within: those around the step before it and the step after it."""
-    before, after = (flow.steps[i].meta.get("module_path", "").split(".") for i in (position - 1, position))
-    common = 0
-    for one, other in zip(before, after, strict=False):
-        if one != other or not one:
+def _depths(flow: Flow, model: nn.Module) -> tuple[int, ...]:
+    """For each position, how many modules it lies within: those around the steps before it and after it.
+
+    A list of modules is no module that is called. Between two opaque leaves a place is as good as any: each of
+    them is whole, and nothing between them can be a part of a larger piece that a cut would divide.
+    """
+    containers = {
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
+    paths = [node.meta.get("module_path", "") for node in flow.steps]
+    found = [0]
+    for index, (before, after) in enumerate(pairwise(flow.steps)):
+        between_leaves = before.op == after.op == "call_module"
+        found.append(0 if between_leaves else _shared_modules(paths[index], paths[index + 1], containers))
+    return (*found, 0)
+
+
+def _shared_modules(one: str, other: str, containers: Collection[str]) -> int:
+    shared = 0
+    names = zip(one.split("."), other.split("."), strict=False)
+    path: list[str] = []
+    for mine, theirs in names:
+        if mine != theirs or not mine:
             break
-        common += 1
-    return common
+        path.append(mine)
+        shared += ".".join(path) not in containers
+    return shared
 
 
 def _apart(work: _Work, first: Position, second: Position, num_pieces: int) -> bool:
