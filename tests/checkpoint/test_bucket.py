@@ -159,7 +159,7 @@ def test_a_bucket_that_does_not_exist_is_an_answer_and_not_an_exception(bucket):
     saver.close()
     assert isinstance(answer, PartFailed)
     assert "s3://no-such-bucket/x" in answer.reason
-    with pytest.raises(CheckpointError, match="Cannot begin a checkpoint of step 3 in s3://no-such-bucket/x"):
+    with pytest.raises(CheckpointError, match="A save cannot begin in s3://no-such-bucket/x"):
         Committer(store, publish=never).begin(3)
 
 

@@ -49,7 +49,7 @@ def test_pipelines_and_stages_both_change(start: Start) -> None:
     for number in (0, 1, 3):
         run.client.preempt(str(number))
     run.limit(20)
-    run.event("running", "1 of 1 workers, 1 pipelines")
+    run.event("running", "1 of 1 workers, 1 pipeline")
     run.client.add_workers(3)
     for _ in range(3):
         run.event("ready")
