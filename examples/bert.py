@@ -46,7 +46,7 @@ SHOWN = (
     "of or relating to the [MASK]",
 )
 SHAPES = {
-    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 4096},
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 2048},
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30522},
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 30522},
 }
@@ -59,13 +59,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="text file or folder; else WordNet or Python's own prose")
     parser.add_argument("--size", choices=list(SHAPES), default="tiny", help="of the model")
     parser.add_argument("--seq-length", type=int, default=40, help="tokens in a pair of sentences")
-    parser.add_argument("--masked", type=int, default=4, help="masked words in a pair")
+    parser.add_argument("--masked", type=int, default=5, help="masked words in a pair")
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=500, help="optimizer updates")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer updates")
     parser.add_argument("--batch-size", type=int, default=64, help="pairs in a global batch")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16, fp16")
-    parser.add_argument("--eval-every", type=int, default=250, help="steps between validations")
+    parser.add_argument("--eval-every", type=int, default=500, help="steps between validations")
     parser.add_argument("--eval-samples", type=int, default=1000, help="pairs in a validation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=Path("runs/bert"))

@@ -41,7 +41,7 @@ MOST_ON_EVERY_WORKER = 200_000_000
 
 
 def main() -> None:
-    args = parse_arguments("Train a GPT on text.", save="runs/gpt", more=add_describe)
+    args = parse_arguments("Train a GPT on text.", save="runs/gpt", more=add_options)
     config = model_config(args)
     if args.describe:
         describe(config, args)
@@ -87,7 +87,7 @@ def main() -> None:
                 say(f"Validation after step {num_done}: loss {loss:.3f}, perplexity {math.exp(loss):.1f}.")
     duration_s = time.monotonic() - started_s
 
-    weights = job.full_state_dict()  # on worker 0; empty on the others
+    weights = job.full_state_dict() if args.export else {}  # on worker 0; empty on the others
     if job.rank == 0:  # asked now: whoever was worker 0 at the start may be gone
         results = {
             "duration_s": round(duration_s, 1),
@@ -98,8 +98,11 @@ def main() -> None:
         finish(config, weights, data, results, args)
 
 
-def add_describe(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--describe", action="store_true", help="say what the size needs; train nothing")
+    parser.add_argument(
+        "--export", action=argparse.BooleanOptionalAction, default=True, help="bring all weights to worker 0"
+    )
 
 
 def init_weights(module: nn.Module) -> None:
@@ -136,13 +139,10 @@ def finish(
     results: dict[str, object],
     args: argparse.Namespace,
 ) -> None:
-    """Save the weights, let the model write, and say how good it is."""
-    with torch.device("meta"):
-        whole = GPT(config).eval()
-    whole.load_state_dict(weights, assign=True)
-    whole.head.weight = whole.embedding.weight
-    losses = dict(results["validation_losses"])  # type: ignore[call-overload]
+    """Save what came out, say how good it is, and let the model write."""
+    losses: dict[int, float] = results["validation_losses"]  # type: ignore[assignment]
     last = losses[max(losses)] if losses else float("nan")
+    told = f"Validation loss {last:.3f} nats a token (perplexity {math.exp(last):.1f})"
     summary = {
         "source": data.source,
         "model": asdict(config),
@@ -154,20 +154,26 @@ def finish(
         **results,
         "validation_perplexity": math.exp(last),
     }
-    args.save.mkdir(parents=True, exist_ok=True)
-    save_model(whole, str(args.save / "model.safetensors"))
-    files = ["model.safetensors", "summary.json"]
-    say_last = f"Validation loss {last:.3f} nats a token (perplexity {math.exp(last):.1f})"
     if data.tokenizer is not None:
-        text = write_sample(whole, data, args)
-        (args.save / "sample.txt").write_text(text + "\n")
-        files.append("sample.txt")
-        say(f"\n--- the model writes ---\n{text}\n------------------------")
         bytes_per_token = data.tokenizer.num_bytes(data.validation.tokens) / len(data.validation.tokens)
         summary["validation_loss_per_byte"] = last / bytes_per_token
-        say_last += f", {last / bytes_per_token:.3f} nats a byte"
+        told += f", {last / bytes_per_token:.3f} nats a byte"
+    args.save.mkdir(parents=True, exist_ok=True)
     (args.save / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    say(f"{say_last}.")
+    files = ["summary.json"]
+    if weights:
+        with torch.device("meta"):
+            whole = GPT(config).eval()
+        whole.load_state_dict(weights, assign=True)
+        whole.head.weight = whole.embedding.weight
+        save_model(whole, str(args.save / "model.safetensors"))
+        files.append("model.safetensors")
+        if data.tokenizer is not None:
+            text = write_sample(whole, data, args)
+            (args.save / "sample.txt").write_text(text + "\n")
+            files.append("sample.txt")
+            say(f"\n--- the model writes ---\n{text}\n------------------------")
+    say(f"{told}.")
     say(f"In {args.save.resolve()}: {', '.join(files)}.")
 
 
