@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from common import fast_precision, say
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -46,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", default="2,2", help="residual blocks in each group")
     parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=5e-4)
-    parser.add_argument("--precision", default="fp32", help="fp32, bf16, fp16")
+    parser.add_argument("--precision", default=fast_precision(), help="fp32, bf16, fp16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=Path("runs/fashion"))
     return parser.parse_args()
@@ -199,10 +200,6 @@ def accuracy_of(model: nn.Module, images: Images) -> float:
     """Share of images whose highest score is that of their label."""
     right = sum(int((model(batch).argmax(-1) == labels).sum()) for batch, labels in images.batches(500))
     return right / len(images)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":
