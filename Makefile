@@ -41,7 +41,7 @@ test-all: setup
 # Launchers against the real services (Slurm, Ray) on this machine; installs what is missing.
 test-services: setup
 	scripts/test-services.sh
-	$(BIN)/python -m pytest -m services
+	TORCH="$(TORCH)" $(BIN)/python -m pytest -m services
 
 # Every example by its one command, until its stated result. About fifteen minutes on two cores.
 test-examples: setup

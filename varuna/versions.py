@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 VARUNA_VERSION = "0.1.0"
 """Of this package; pyproject.toml has the same."""
@@ -28,6 +27,8 @@ class Versions:
 
 def installed_versions() -> Versions:
     """What a script finds here. Does not import torch: what was noted when it was installed must do."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
     try:
         torch = version("torch")
     except PackageNotFoundError:  # not installed, or by nothing that leaves a note
