@@ -62,6 +62,23 @@ def test_gpt_reaches_the_loss_of_its_twin(tmp_path: Path) -> None:
     assert mine < 4.8
 
 
+def test_a_gpt_built_without_storage_learns_and_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog lay on the rug. " * 2000)
+    (tmp_path / "large.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "import gpt\ngpt.MOST_ON_EVERY_WORKER = 0\ngpt.main()\n"
+    )
+    sizes = "--layers 2 --width 64 --heads 2 --seq-length 32 --vocab-size 300 --batch-size 16 --steps 30"
+    training = "--lr 5e-3 --lr-decay-style cosine --precision fp32 --no-export --data text.txt"
+    launch = [VARUNA, "run", "--workers", 2, "--stages", 2, "--micro-batch-size", 4, "--checkpoint", "saved"]
+    run(tmp_path, *launch, "large.py", *sizes.split(), *training.split())
+    summary = summary_of(tmp_path / "runs" / "gpt")
+    assert summary["validation_losses"]["30"] < 0.5
+    assert not (tmp_path / "runs" / "gpt" / "model.safetensors").exists()
+    run(tmp_path, VARUNA, "checkpoint", "export", "saved", "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_size >= 4 * summary["num_parameters"]
+
+
 def test_bert_learns_words(tmp_path: Path) -> None:
     told = run(tmp_path, VARUNA, "run", "--workers", 2, EXAMPLES / "bert.py")
     summary = summary_of(tmp_path / "runs" / "bert")
