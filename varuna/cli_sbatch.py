@@ -98,6 +98,10 @@ class SbatchCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See ``click.Command``."""
+        return super().parse_args(ctx, self.own_words(ctx, args))
+
+    def own_words(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """A command line without options of sbatch, which are kept for ``sbatch_options_of``."""
         takes_value = {
             name: not (option.is_flag or option.count)
             for option in self.params
@@ -106,10 +110,10 @@ class SbatchCommand(click.Command):
         }
         takes_value |= dict.fromkeys(ctx.help_option_names, False)
         if "--slurm" in takes_value and "--slurm" not in args:
-            return super().parse_args(ctx, args)
+            return args
         divided = divide(args, takes_value)
         if "--slurm" in takes_value and "--slurm" not in divided.own:  # it is the script's
-            return super().parse_args(ctx, args)
+            return args
         words, sbatch = [*divided.own], [*divided.sbatch]
         while divided.rest and ctx.allow_interspersed_args:  # options may come behind, too
             words.append(divided.rest[0])
@@ -117,4 +121,4 @@ class SbatchCommand(click.Command):
             words += divided.own
             sbatch += divided.sbatch
         ctx.meta[_KEY] = tuple(sbatch)
-        return super().parse_args(ctx, [*words, *divided.rest])
+        return [*words, *divided.rest]

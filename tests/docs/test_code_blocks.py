@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from varuna.cli import main
+from varuna.cli_sbatch import SbatchCommand
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted(
@@ -61,6 +62,8 @@ def test_commands_exist_with_these_options(page: Path) -> None:
             context = command.context_class(
                 command, info_name=words.pop(0), parent=context, **command.context_settings
             )
+        if isinstance(command, SbatchCommand):
+            words = command.own_words(context, words)
         command.make_parser(context).parse_args(words)  # raises for an option that is not there
 
 

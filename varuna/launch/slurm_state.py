@@ -6,13 +6,20 @@ from pathlib import Path
 
 import msgspec
 
-from varuna.launch.host import RECORD_NAME, HostRecord
+from varuna.errors import ConfigError
+from varuna.launch.host import RECORD_NAME
 from varuna.launch.manager import JOURNAL_NAMES, LOG_NAME
 from varuna.morph.runs import JOURNAL_NAME
 
 _TASKS_NAME = "tasks"
 _MANAGER_TASK_NAME = "manager-task"
 _DONE_NAME = "done"
+
+
+class _Founding(msgspec.Struct):
+    """What is needed of the manager's record."""
+
+    min_workers: int
 
 
 def note_task(directory: Path, job_id: str) -> None:
@@ -54,9 +61,18 @@ def journal_s(state: Path) -> float | None:
 
 
 def known_min_workers(state: Path) -> int:
-    """With how many workers the job was to begin, which must not change; 0 if that was never said."""
+    """With how many workers the job was to begin, which must not change; 0 if that was never said.
+
+    Raises:
+        ConfigError: the manager's record is damaged.
+    """
     path = state / RECORD_NAME
-    return msgspec.json.decode(path.read_bytes(), type=HostRecord).min_workers if path.exists() else 0
+    if not path.exists():
+        return 0
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Founding).min_workers
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Begin a new job, in another --log-dir.") from error
 
 
 def set_aside(state: Path) -> None:
