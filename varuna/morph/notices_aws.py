@@ -15,20 +15,18 @@ import msgspec
 
 from varuna.morph.notices import (
     NoticeKind,
-    NoticeMemory,
     PreemptionHint,
     PreemptionNotice,
     Reading,
     Report,
     Tell,
-    Troubles,
 )
 from varuna.morph.notices_http import Answer, MetadataHttp, Silence
+from varuna.morph.notices_source import BASE_URL, MetadataSource
 from varuna.morph.notices_time import UtcNow, local_utc_now, parse_utc, seconds_until
-from varuna.morph.waiting import RealWaiting, Waiting
+from varuna.morph.waiting import Waiting
 
 SOURCE = "aws"
-BASE_URL = "http://169.254.169.254"
 POLL_S = 5.0
 PROMISED_S = 120.0
 ANSWER_TIMEOUT_S = 5.0
@@ -93,18 +91,17 @@ def read_rebalance(answer: Answer, *, machine: str) -> PreemptionHint | str | No
     return PreemptionHint(machine=machine, source=SOURCE, event_id=f"rebalance {rebalance.notice_time}")
 
 
-class AwsNotices:
-    """Watches one EC2 instance.
+class AwsNotices(MetadataSource):
+    """Watches one EC2 instance; see ``MetadataSource``.
 
     Args:
-        machine: the agent's name for this machine.
-        report: where troubles are published for people.
-        base_url: of the metadata service.
-        waiting, utc_now: time.
+        machine, report, base_url, waiting, utc_now: as there.
         token_ttl_s: life of a token to ask for, at least 1.
     """
 
     source = SOURCE
+    title = "AWS"
+    most_pause_s = POLL_S
 
     def __init__(
         self,
@@ -116,52 +113,40 @@ class AwsNotices:
         utc_now: UtcNow = local_utc_now,
         token_ttl_s: int = TOKEN_TTL_S,
     ) -> None:
-        self._machine = machine
-        self._troubles = Troubles(report)
-        self._base_url = base_url
-        self._waiting = waiting or RealWaiting()
-        self._utc_now = utc_now
+        super().__init__(machine, report, base_url=base_url, waiting=waiting, utc_now=utc_now)
         self._token_ttl_s = token_ttl_s
         self._token = ""
         self._token_ends_s = 0.0
-        self._memory = NoticeMemory()
         self._last_hint = ""
 
     async def detect(self) -> bool:
         """True if a token is to be had: no other cloud gives one."""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
+        async with self.http() as http:
             return await self._fetch_token(http) is None
 
-    async def run(self, tell: Tell) -> None:
-        """Ask every 5 s until cancelled."""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
-            while True:
-                await self._poll(http, tell)
-                await self._waiting.pause(POLL_S)
+    async def poll(self, http: MetadataHttp, tell: Tell) -> float:
+        """Two questions, every 5 s."""
+        await self._ask_both(http, tell)
+        return POLL_S
 
-    async def acknowledge(self, event_id: str) -> bool:
-        """AWS takes no acknowledgement."""
-        return False
-
-    async def _poll(self, http: MetadataHttp, tell: Tell) -> None:
+    async def _ask_both(self, http: MetadataHttp, tell: Tell) -> None:
         answer = await self._ask(http, ACTION_PATH)
         if isinstance(answer, Silence):
-            self._trouble("silence", answer.reason)
+            self.trouble("silence", answer.reason)
             return
-        reading = read_action(answer, machine=self._machine, utc_now=self._utc_now)
+        reading = read_action(answer, machine=self.machine, utc_now=self.utc_now)
         if reading.problem:
-            self._trouble(f"action {answer.status}", f"instance-action gave {reading.problem}")
+            self.trouble(f"action {answer.status}", f"instance-action gave {reading.problem}")
         if answer.status not in (200, 404):
             return
-        for told in self._memory.update(reading, self._waiting.now_s()):
-            tell(told)
+        self.tell_news(reading, tell)
         answer = await self._ask(http, REBALANCE_PATH)
         if isinstance(answer, Silence):
-            self._trouble("silence", answer.reason)
+            self.trouble("silence", answer.reason)
             return
-        hint = read_rebalance(answer, machine=self._machine)
+        hint = read_rebalance(answer, machine=self.machine)
         if isinstance(hint, str):
-            self._trouble(f"rebalance {answer.status}", f"rebalance gave {hint}")
+            self.trouble(f"rebalance {answer.status}", f"rebalance gave {hint}")
         elif hint is not None and hint.event_id != self._last_hint:
             self._last_hint = hint.event_id
             tell(hint)
@@ -169,7 +154,7 @@ class AwsNotices:
     async def _ask(self, http: MetadataHttp, path: str) -> Answer | Silence:
         """One question with a valid token; a 401 is answered with a new token, once."""
         for is_last in (False, True):
-            if self._waiting.now_s() >= self._token_ends_s:
+            if self.waiting.now_s() >= self._token_ends_s:
                 silence = await self._fetch_token(http)
                 if silence is not None:
                     return silence
@@ -177,11 +162,11 @@ class AwsNotices:
             answer = await http.ask("GET", path, headers=headers, timeout_s=ANSWER_TIMEOUT_S)
             if isinstance(answer, Silence) or answer.status != 401 or is_last:
                 return answer
-            self._token_ends_s = self._waiting.now_s()
+            self._token_ends_s = self.waiting.now_s()
         raise AssertionError("the last try returns")
 
     async def _fetch_token(self, http: MetadataHttp) -> Silence | None:
-        asked_s = self._waiting.now_s()
+        asked_s = self.waiting.now_s()
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._token_ttl_s)}
         answer = await http.ask("PUT", TOKEN_PATH, headers=headers, timeout_s=ANSWER_TIMEOUT_S)
         if isinstance(answer, Silence):
@@ -192,10 +177,3 @@ class AwsNotices:
         self._token = token
         self._token_ends_s = asked_s + 0.9 * self._token_ttl_s
         return None
-
-    def _trouble(self, kind: str, what: str) -> None:
-        self._troubles.tell(
-            kind,
-            f"AWS metadata service at {self._base_url}: {what}. Asking goes on every {POLL_S:g} s; until it "
-            f"answers, this machine may go without notice.",
-        )

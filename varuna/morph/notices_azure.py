@@ -15,19 +15,17 @@ import msgspec
 from varuna.morph.notices import (
     Backoff,
     NoticeKind,
-    NoticeMemory,
     PreemptionNotice,
     Reading,
     Report,
     Tell,
-    Troubles,
 )
 from varuna.morph.notices_http import Answer, MetadataHttp, Silence
+from varuna.morph.notices_source import BASE_URL, MetadataSource
 from varuna.morph.notices_time import UtcNow, local_utc_now, parse_utc, seconds_until
-from varuna.morph.waiting import RealWaiting, Waiting
+from varuna.morph.waiting import Waiting
 
 SOURCE = "azure"
-BASE_URL = "http://169.254.169.254"
 POLL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
 FIRST_ANSWER_TIMEOUT_S = 180.0
@@ -110,17 +108,12 @@ def _notice(
     )
 
 
-class AzureNotices:
-    """Watches one Azure VM.
-
-    Args:
-        machine: the agent's name for this machine.
-        report: where troubles are published for people.
-        base_url: of the metadata service.
-        waiting, utc_now: time.
-    """
+class AzureNotices(MetadataSource):
+    """Watches one Azure VM; see ``MetadataSource``."""
 
     source = SOURCE
+    title = "Azure"
+    most_pause_s = 5.0
 
     def __init__(
         self,
@@ -131,63 +124,51 @@ class AzureNotices:
         waiting: Waiting | None = None,
         utc_now: UtcNow = local_utc_now,
     ) -> None:
-        self._machine = machine
-        self._troubles = Troubles(report)
-        self._base_url = base_url
-        self._waiting = waiting or RealWaiting()
-        self._utc_now = utc_now
-        self._memory = NoticeMemory()
-        self._backoff = Backoff(first_s=POLL_S, most_s=5.0)
+        super().__init__(machine, report, base_url=base_url, waiting=waiting, utc_now=utc_now)
+        self._backoff = Backoff(first_s=POLL_S, most_s=self.most_pause_s)
         self._vm_name = ""
         self._timeout_s = FIRST_ANSWER_TIMEOUT_S
 
     async def detect(self) -> bool:
         """True if the service knows this VM's name."""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
+        async with self.http() as http:
             return await self._learn_name(http) is None
-
-    async def run(self, tell: Tell) -> None:
-        """Ask every second until cancelled."""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
-            while True:
-                await self._waiting.pause(await self._poll(http, tell))
 
     async def acknowledge(self, event_id: str) -> bool:
         """Let Azure go ahead with an event now, for every VM that it names: ``shared_with`` too."""
-        if not self._memory.knows(event_id):
+        if not self.memory.knows(event_id):
             return False
         request = {"StartRequests": [{"EventId": event_id}]}
         backoff = Backoff(first_s=0.5, most_s=2.0)
         what = ""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
+        async with self.http() as http:
             for _ in range(_NUM_ACKNOWLEDGE_TRIES):
                 answer = await http.ask(
                     "POST", EVENTS_PATH, headers=_HEADERS, json=request, timeout_s=ANSWER_TIMEOUT_S
                 )
                 if isinstance(answer, Answer) and answer.status == 200:
-                    self._memory.acknowledged(event_id, self._waiting.now_s())
+                    self.memory.acknowledged(event_id, self.waiting.now_s())
                     return True
                 what = answer.reason if isinstance(answer, Silence) else f"status {answer.status}"
-                await self._waiting.pause(backoff.failed())
+                await self.waiting.pause(backoff.failed())
         what = f"event {event_id} could not be acknowledged ({what}), it comes when it is due"
-        self._trouble("acknowledge", what)
+        self.trouble("acknowledge", what)
         return False
 
-    async def _poll(self, http: MetadataHttp, tell: Tell) -> float:
-        """One question; seconds to wait before the next."""
+    async def poll(self, http: MetadataHttp, tell: Tell) -> float:
+        """One question, every second."""
         silence = None if self._vm_name else await self._learn_name(http)
         answer = silence or await http.ask("GET", EVENTS_PATH, headers=_HEADERS, timeout_s=self._timeout_s)
         if isinstance(answer, Silence):
-            self._trouble("silence", answer.reason)
+            self.trouble("silence", answer.reason)
             return self._backoff.failed()
-        reading = read_events(answer, machine=self._machine, vm_name=self._vm_name, utc_now=self._utc_now)
+        reading = read_events(answer, machine=self.machine, vm_name=self._vm_name, utc_now=self.utc_now)
         if answer.status == 200:
             self._timeout_s = ANSWER_TIMEOUT_S
             self._backoff.succeeded()
         if reading.problem:
-            self._trouble(f"events {answer.status}", f"scheduledevents gave {reading.problem}")
-        for told in self._memory.update(reading, self._waiting.now_s()):
-            tell(told)
+            self.trouble(f"events {answer.status}", f"scheduledevents gave {reading.problem}")
+        self.tell_news(reading, tell)
         return POLL_S if answer.status == 200 else self._backoff.failed()
 
     async def _learn_name(self, http: MetadataHttp) -> Silence | None:
@@ -199,10 +180,3 @@ class AzureNotices:
             return Silence(reason=f"no compute/name, status {answer.status}")
         self._vm_name = name
         return None
-
-    def _trouble(self, kind: str, what: str) -> None:
-        self._troubles.tell(
-            kind,
-            f"Azure metadata service at {self._base_url}: {what}. Asking goes on at least every "
-            f"{self._backoff.most_s:g} s; until it answers, this machine may go without notice.",
-        )

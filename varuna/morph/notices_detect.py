@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from varuna.errors import ConfigError
 from varuna.events import Notice
-from varuna.morph import notices_aws, notices_azure, notices_gcp
+from varuna.morph import notices_gcp
 from varuna.morph.notices import NoticeSource, Report
 from varuna.morph.notices_aws import AwsNotices
 from varuna.morph.notices_azure import AzureNotices
 from varuna.morph.notices_gcp import GcpNotices
 from varuna.morph.notices_signal import duration_from_env
+from varuna.morph.notices_source import BASE_URL
 from varuna.morph.waiting import RealWaiting, Waiting
 
 DETECT_S = 5.0
@@ -75,16 +76,16 @@ def sources_from_env(
     sources: list[NoticeSource] = []
     wanted = _wanted(environ)
     if "aws" in wanted and environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true":
-        url = _url(environ, "AWS_EC2_METADATA_SERVICE_ENDPOINT", notices_aws.BASE_URL)
+        url = _url(environ, "AWS_EC2_METADATA_SERVICE_ENDPOINT", BASE_URL)
         sources.append(AwsNotices(machine, report, base_url=url, waiting=waiting))
     if "gcp" in wanted:
         host = environ.get("GCE_METADATA_HOST", "")
-        url = f"http://{host}" if host else notices_gcp.BASE_URL
+        url = f"http://{host}" if host else BASE_URL
         text = environ.get("VARUNA_GCP_NOTICE_S", "")
         notice_s = duration_from_env("VARUNA_GCP_NOTICE_S", text) if text else notices_gcp.NOTICE_S
         sources.append(GcpNotices(machine, report, base_url=url, waiting=waiting, notice_s=notice_s))
     if "azure" in wanted:
-        url = _url(environ, "VARUNA_AZURE_METADATA_URL", notices_azure.BASE_URL)
+        url = _url(environ, "VARUNA_AZURE_METADATA_URL", BASE_URL)
         sources.append(AzureNotices(machine, report, base_url=url, waiting=waiting))
     return sources
 

@@ -12,20 +12,16 @@ from urllib.parse import quote
 from varuna.morph.notices import (
     Backoff,
     NoticeKind,
-    NoticeMemory,
     PreemptionNotice,
     Reading,
     Report,
     Tell,
-    Troubles,
 )
 from varuna.morph.notices_http import Answer, MetadataHttp, Silence
-from varuna.morph.waiting import RealWaiting, Waiting
+from varuna.morph.notices_source import BASE_URL, MetadataSource
+from varuna.morph.waiting import Waiting
 
 SOURCE = "gcp"
-BASE_URL = "http://169.254.169.254"
-"""Documented as the fixed address of metadata.google.internal: off the cloud no name has to be looked up."""
-
 NOTICE_S = 30.0
 LONG_POLL_S = 300
 ANSWER_TIMEOUT_S = 5.0
@@ -56,18 +52,17 @@ def read_preempted(answer: Answer, *, machine: str, notice_s: float = NOTICE_S) 
     return Reading(notices=(notice,))
 
 
-class GcpNotices:
-    """Watches one Compute Engine instance.
+class GcpNotices(MetadataSource):
+    """Watches one Compute Engine instance; see ``MetadataSource``.
 
     Args:
-        machine: the agent's name for this machine.
-        report: where troubles are published for people.
-        base_url: of the metadata service.
-        waiting: time.
+        machine, report, base_url, waiting: as there.
         notice_s: the notice that the machine was made with.
     """
 
     source = SOURCE
+    title = "GCP"
+    most_pause_s = 5.0
 
     def __init__(
         self,
@@ -78,62 +73,40 @@ class GcpNotices:
         waiting: Waiting | None = None,
         notice_s: float = NOTICE_S,
     ) -> None:
-        self._machine = machine
-        self._troubles = Troubles(report)
-        self._base_url = base_url
-        self._waiting = waiting or RealWaiting()
+        super().__init__(machine, report, base_url=base_url, waiting=waiting)
         self._notice_s = notice_s
-        self._memory = NoticeMemory()
-        self._backoff = Backoff(first_s=0.5, most_s=5.0)
+        self._backoff = Backoff(first_s=0.5, most_s=self.most_pause_s)
         self._etag = ""
 
     async def detect(self) -> bool:
         """True if the service answers and names itself Google's."""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
+        async with self.http() as http:
             answer = await http.ask("GET", PATH, headers=_HEADERS, timeout_s=ANSWER_TIMEOUT_S)
         return isinstance(answer, Answer) and answer.headers.get("metadata-flavor") == "Google"
 
-    async def run(self, tell: Tell) -> None:
-        """Ask, then wait for changes, until cancelled."""
-        async with MetadataHttp(self._base_url, self._waiting) as http:
-            while True:
-                await self._waiting.pause(await self._poll(http, tell))
-
-    async def acknowledge(self, event_id: str) -> bool:
-        """GCP takes no acknowledgement."""
-        return False
-
-    async def _poll(self, http: MetadataHttp, tell: Tell) -> float:
-        """One question; seconds to wait before the next."""
-        asked_s = self._waiting.now_s()
+    async def poll(self, http: MetadataHttp, tell: Tell) -> float:
+        """One question, then a wait for changes."""
+        asked_s = self.waiting.now_s()
         answer = await self._ask(http)
         if isinstance(answer, Silence):
             # A cut long poll is normal, and nothing is lost: the last etag asks for what was missed.
             delay_s = self._backoff.failed()
             if delay_s >= self._backoff.most_s:
-                self._trouble("silence", answer.reason)
+                self.trouble("silence", answer.reason)
             return delay_s
-        reading = read_preempted(answer, machine=self._machine, notice_s=self._notice_s)
+        reading = read_preempted(answer, machine=self.machine, notice_s=self._notice_s)
         if reading.problem:
             if answer.status != 503:  # "try again": part of the service's normal life
-                self._trouble(f"status {answer.status}", f"instance/preempted gave {reading.problem}")
+                self.trouble(f"status {answer.status}", f"instance/preempted gave {reading.problem}")
             self._etag = ""
             return self._backoff.failed()
         self._backoff.succeeded()
-        for told in self._memory.update(reading, self._waiting.now_s()):
-            tell(told)
+        self.tell_news(reading, tell)
         self._etag = answer.headers.get("etag", "")
-        return LEAST_PAUSE_S if self._waiting.now_s() - asked_s < LEAST_PAUSE_S else 0.0
+        return LEAST_PAUSE_S if self.waiting.now_s() - asked_s < LEAST_PAUSE_S else 0.0
 
     async def _ask(self, http: MetadataHttp) -> Answer | Silence:
         if not self._etag:
             return await http.ask("GET", PATH, headers=_HEADERS, timeout_s=ANSWER_TIMEOUT_S)
         query = f"?wait_for_change=true&timeout_sec={LONG_POLL_S}&last_etag={quote(self._etag, safe='')}"
         return await http.ask("GET", PATH + query, headers=_HEADERS, timeout_s=LONG_POLL_TIMEOUT_S)
-
-    def _trouble(self, kind: str, what: str) -> None:
-        self._troubles.tell(
-            kind,
-            f"GCP metadata service at {self._base_url}: {what}. Asking goes on at least every "
-            f"{self._backoff.most_s:g} s; until it answers, this machine may go without notice.",
-        )
