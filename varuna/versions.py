@@ -54,4 +54,4 @@ def refusal_of_versions(there: Versions, here: Versions) -> str:
         return ""
     found = " and ".join(f"{name} {has}" for name, has in unlike.items())
     asked = " and ".join(f"{name} {wanted[name]}" for name in unlike)
-    return f"it has {found}, the job has {asked}. All machines need the same: install {asked} there."
+    return f"it has {found}, the job has {asked}. All machines need the same: install {asked} on it."
