@@ -104,7 +104,7 @@ def run_on_slurm(flags: SlurmFlags, environ: Mapping[str, str]) -> int:
         ConfigError: a flag that cannot be, or Slurm does not want the job.
     """
     from varuna.launch.slurm import SlurmJob, batch_script, read_nodes
-    from varuna.launch.slurm_submit import write_job
+    from varuna.launch.slurm_submit import forget_job, write_job
     from varuna.morph.notices_signal import duration_from_env
 
     nodes = read_nodes(flags.nodes or "1")
@@ -129,7 +129,11 @@ def run_on_slurm(flags: SlurmFlags, environ: Mapping[str, str]) -> int:
     )
     script = batch_script(job, directory, flags.sbatch, nodes.most, founds=True)
     write_job(job, directory)
-    return _hand_over(job, directory, "job", script, prints=flags.prints)
+    try:
+        return _hand_over(job, directory, "job", script, prints=flags.prints)
+    except ConfigError:
+        forget_job(directory)
+        raise
 
 
 @click.group()

@@ -185,13 +185,14 @@ def test_what_comes_of_handing_it_over(here: Path) -> None:
     assert "/nowhere/sbatch cannot be run: " in missing.output
     refused = invoke("run", "--slurm", "--log-dir", "b", "train.py", environ={"VARUNA_SBATCH": "/bin/false"})
     assert f"Slurm refuses {here}/b/job.sh: exit code 1" in refused.output
-    taken = invoke("run", "--slurm", "--log-dir", "b", "train.py", environ={"VARUNA_SBATCH": "/bin/false"})
-    assert f"{here}/b belongs to a job already. `varuna slurm add {here}/b`" in taken.output
+    assert [path.name for path in here.iterdir()] == ["train.py"]
     said = "sh -c 'echo \"7;here $VARUNA_TOKEN\"'"
     environ = {"VARUNA_SBATCH": said, "VARUNA_TOKEN": "a-token-0123456789"}
     done = invoke("run", "--slurm", "--log-dir", "c", "train.py", environ=environ)
     assert done.exit_code == 0
     assert f"varuna: Slurm job 7; its files are in {here}/c" in done.output
+    taken = invoke("run", "--slurm", "--log-dir", "c", "train.py", environ=environ)
+    assert f"{here}/c belongs to a job already. `varuna slurm add {here}/c`" in taken.output
     assert [invoke("slurm", "add", "c", environ=environ).exit_code for _ in range(2)] == [0, 0]
     assert {path.name for path in (here / "c").glob("*.sh")} == {"job.sh", "join.sh", "join-2.sh"}
 

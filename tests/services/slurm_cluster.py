@@ -130,13 +130,14 @@ class Slurm:
         lines = self.ask("squeue", "-h", "-r", f"--name={name}", "-o", "%i %T").splitlines()
         return dict(line.split() for line in lines)  # type: ignore[misc]
 
-    def processes(self, node: str = "") -> list[psutil.Process]:
-        """What runs for jobs, on one machine or on all; slurmstepd, which has them, included."""
+    def processes(self, node: str = "", job_name: str = "") -> list[psutil.Process]:
+        """What runs on one machine or on all, for one job or for all; slurmstepd, which has it, included."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 environ = process.environ()
                 mine = environ.get("SLURM_CLUSTER_NAME") == self.name
+                mine &= job_name in ("", environ.get("SLURM_JOB_NAME"))
                 if mine and node in ("", environ.get("SLURMD_NODENAME")):
                     found[process.pid] = process
                     for parent in process.parents():

@@ -119,10 +119,14 @@ class SlurmRun(Cluster):
         """The machine of a task."""
         return self.there.ask("squeue", "-h", "-j", f"{self.job_id}_{task}", "-o", "%N")
 
+    @property
+    def name(self) -> str:
+        """Of the job, as Slurm knows it."""
+        return str(json.loads((self.job_directory / "job.json").read_text())["name"])
+
     def states(self) -> list[str]:
         """Of the job's tasks that have not ended."""
-        name = json.loads((self.job_directory / "job.json").read_text())["name"]
-        return sorted(self.there.states(name).values())
+        return sorted(self.there.states(self.name).values())
 
     def printed(self) -> str:
         """What all tasks have printed."""
@@ -153,13 +157,16 @@ class SlurmRun(Cluster):
         """No task is left, and no process."""
         done = self.job_directory / "done"
         wait_until(lambda: done.exists() and not self.states(), 90, "all tasks have ended")
-        wait_until(lambda: not self.there.processes(), 20, "no process is left")
+        self.leaves_nothing()
+
+    def leaves_nothing(self) -> None:
+        """No process."""
+        wait_until(lambda: not self.there.processes(job_name=self.name), 20, "no process is left")
 
     def abandon(self) -> None:
         """End it, whatever it does."""
-        name = json.loads((self.job_directory / "job.json").read_text())["name"]
-        self.there.ask("scancel", "--name", name)
-        wait_until(lambda: not self.there.processes(), 30, "jobs end")
+        self.there.ask("scancel", "--name", self.name)
+        wait_until(lambda: not self.there.processes(job_name=self.name), 30, "tasks end")
 
 
 def job_id_in(said: str) -> str:
@@ -324,7 +331,7 @@ def test_an_exit_code_comes_back_and_nothing_is_left(start: Start, there: Slurm)
     wait_until(lambda: not job.states(), 60, "it ends")
     assert "ExitCode=7:0" in there.ask("scontrol", "show", "job", "-o", job.job_id)
     assert "the job has failed" in job.printed()
-    wait_until(lambda: not there.processes(), 20, "no process is left")
+    job.leaves_nothing()
 
 
 def test_scancel_ends_all_of_it(start: Start, there: Slurm) -> None:
@@ -332,7 +339,7 @@ def test_scancel_ends_all_of_it(start: Start, there: Slurm) -> None:
     job.steps_done(5)
     there.ask("scancel", job.job_id)
     wait_until(lambda: not job.states(), 60, "it ends")
-    wait_until(lambda: not there.processes(), 20, "no process is left")
+    job.leaves_nothing()
     assert "requeued" not in job.printed()
     assert signal.SIGTERM.name in job.printed()
 

@@ -39,6 +39,15 @@ def write_job(job: SlurmJob, directory: Path) -> None:
     keep_token({}, directory / STATE_NAME / TOKEN_NAME)
 
 
+def forget_job(directory: Path) -> None:
+    """Take back what was written for a job that Slurm did not want; other files there stay."""
+    for path in (directory / STATE_NAME / TOKEN_NAME, directory / JOB_NAME, *directory.glob("job*.sh")):
+        path.unlink(missing_ok=True)
+    (directory / STATE_NAME).rmdir()
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
 def read_job(directory: Path) -> SlurmJob:
     """What was asked for.
 
