@@ -156,7 +156,6 @@ def run(
     env: tuple[str, ...],
     env_files: tuple[Path, ...],
     ray_address: str | None,
-    ray_nodes: str | None,
     ray_resources: str | None,
     on_slurm: bool,
     nodes: str | None,
@@ -178,7 +177,7 @@ def run(
     saved = checkpoint_environ(os.environ, url=checkpoint_url, every=checkpoint_every, keep=keep, resume=resume)
     profiled = ProfileConfig(wanted=profiles_first).to_env()
     scaled = scale_environ(os.environ, **scale)
-    check_ray_flags(ray_address, ray_nodes, ray_resources, hosts)
+    check_ray_flags(ray_address, ray_resources, hosts)
     check_slurm_flags(on_slurm, nodes, prints, {"--hosts": hosts, "--ray": ray_address})
     elsewhere = {"--hosts": hosts, "--ray": ray_address, "--slurm": on_slurm}
     check_machine_flags(elsewhere, address=address, env=env, env_files=env_files, morphs=morphs)
@@ -201,7 +200,7 @@ def run(
         check_script(script, is_module)
         ray_flags = RayFlags(
             ray=ray_address,
-            nodes=ray_nodes,
+            nodes=nodes,
             resources=ray_resources,
             address=address,
             env=env,

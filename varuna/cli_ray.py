@@ -32,12 +32,6 @@ def ray_options(command: _Command) -> _Command:
             "Default: all GPUs, or where no node has any, a CPU per worker.",
         ),
         click.option(
-            "--ray-nodes",
-            metavar="MIN[:MAX]",
-            help="With --ray: begin with MIN nodes, ask Ray's autoscaler for MAX, and use no more. Default: "
-            "those that there are.",
-        ),
-        click.option(
             "--ray",
             "ray_address",
             metavar="ADDRESS",
@@ -48,15 +42,14 @@ def ray_options(command: _Command) -> _Command:
     return command
 
 
-def check_ray_flags(address: str | None, nodes: str | None, resources: str | None, hosts: Path | None) -> None:
+def check_ray_flags(address: str | None, resources: str | None, hosts: Path | None) -> None:
     """Raise ``ConfigError`` for flags that mean nothing together."""
     if address is not None and hosts is not None:
         raise ConfigError(
             f"--hosts {hosts} and --ray {address} are two ways to find machines. Give one of them."
         )
-    for flag, value in {"--ray-nodes": nodes, "--ray-resources": resources}.items():
-        if address is None and value is not None:
-            raise ConfigError(f"{flag} {value} is about a Ray cluster. Add --ray ADDRESS.")
+    if address is None and resources is not None:
+        raise ConfigError(f"--ray-resources {resources} is about a Ray cluster. Add --ray ADDRESS.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +58,7 @@ class RayFlags:
 
     Attributes:
         ray: the cluster's address.
-        nodes: the fewest and the most, ``2:8``; None for all.
+        nodes: how many, ``4`` or ``2-8``; None for all.
         resources: to reserve on each node; None for the usual.
         address: of this machine, as the others reach it; empty for the one by which Ray knows it.
         env, env_files: variables for nodes; see ``HostsFlags``.
@@ -102,10 +95,11 @@ def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
     from varuna.launch.ray_cluster import RayCluster
     from varuna.launch.ray_fleet import RayJob, run_ray_fleet
     from varuna.launch.ray_machine import RayCommand
-    from varuna.launch.ray_nodes import fewest_workers, needs_of, read_num_nodes, read_resources
+    from varuna.launch.ray_nodes import fewest_workers, needs_of, read_resources
+    from varuna.launch.slurm import read_nodes
     from varuna.morph.notices_signal import duration_from_env
 
-    least, most = read_num_nodes(flags.nodes) if flags.nodes is not None else (1, None)
+    wanted = read_nodes(flags.nodes) if flags.nodes is not None else None
     reserved = read_resources(flags.resources) if flags.resources is not None else None
     morph = MorphConfig.from_env(environ, True, flags.replaces)
     assert morph is not None
@@ -114,12 +108,12 @@ def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
     cluster = RayCluster(flags.ray)
     try:
         nodes = _nodes_of(cluster)
-        needs = needs_of(reserved, flags.workers, most, nodes)
+        needs = needs_of(reserved, flags.workers, wanted.most if wanted else None, nodes)
         settings = ManagerSettings(
             host=flags.address or cluster.here,
             port=0,
             state_dir=log_directory(flags.log_dir, new_run_id(flags.script[0])),
-            min_workers=1 if flags.nodes is None else fewest_workers(needs, nodes, least),
+            min_workers=fewest_workers(needs, nodes, wanted.least) if wanted else 1,
             settle_s=settle_s,
             morph=morph,
         )

@@ -25,7 +25,7 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _nodes = click.option(
     "--nodes",
     metavar="[MIN-]N",
-    help="With --slurm: machines; training begins with MIN of them. Default: 1.",
+    help="With --slurm or --ray: machines; training begins with MIN of them. Default: 1; of Ray, all.",
 )
 _print = click.option(
     "--print", "prints", is_flag=True, help="With --slurm: print the script for sbatch instead."
@@ -91,8 +91,11 @@ def check_slurm_flags(on_slurm: bool, nodes: str | None, prints: bool, elsewhere
     given = [flag for flag, value in elsewhere.items() if value is not None]
     if on_slurm and given:
         raise ConfigError(f"--slurm and {given[0]} are two ways to find machines. Give one of them.")
-    if not on_slurm and nodes is not None:
-        raise ConfigError(f"--nodes {nodes} is about Slurm. Add --slurm, or give --workers for this machine.")
+    if not on_slurm and nodes is not None and "--ray" not in given:
+        raise ConfigError(
+            f"--nodes {nodes} is about Slurm and Ray. Add --slurm or --ray ADDRESS, or give --workers for this "
+            f"machine."
+        )
     if not on_slurm and prints:
         raise ConfigError("--print is about Slurm. Add --slurm.")
 

@@ -140,7 +140,7 @@ class Cluster:
         """Until so many steps have happened."""
         wait_until(lambda: self.status().num_committed >= num_steps, 30, f"{num_steps} steps")
 
-    def event(self, kind: str, text: str = "") -> LoggedEvent:
+    def event(self, kind: str, text: str = "", within_s: float = 30) -> LoggedEvent:
         """The next event of a kind with a text in it."""
         found: list[LoggedEvent] = []
 
@@ -152,7 +152,7 @@ class Cluster:
                     return True
             return False
 
-        wait_until(look, 30, f"an event {kind!r} with {text!r}")
+        wait_until(look, within_s, f"an event {kind!r} with {text!r}")
         return found[0]
 
     def members(self) -> dict[str, str]:

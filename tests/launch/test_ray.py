@@ -30,7 +30,6 @@ from varuna.launch.ray_nodes import (
     name_of,
     needs_of,
     read_nodes,
-    read_num_nodes,
     read_resources,
 )
 
@@ -144,14 +143,6 @@ def test_what_is_needed_where_nobody_has_said() -> None:
     assert NodeNeeds(reserved={"GPU": 0.5}).workers(A) == 1
 
 
-def test_numbers_of_nodes() -> None:
-    assert read_num_nodes("4") == (4, 4)
-    assert read_num_nodes("2:8") == (2, 8)
-    for wrong in ("", "0", "-1", "8:2", "2:", ":2", "x", "1:2:3", "1.5", "65537"):
-        with pytest.raises(ConfigError, match="--ray-nodes"):
-            read_num_nodes(wrong)
-
-
 def test_resources() -> None:
     assert read_resources("GPU=4, CPU=0.5,accelerator_type:A100=0.001") == {
         "GPU": 4,
@@ -176,10 +167,10 @@ def refused(directory: Path, *flags: str) -> str:
 
 
 def test_flags_that_cannot_be(tmp_path: Path) -> None:
-    assert "Add --ray ADDRESS" in refused(tmp_path, "--ray-nodes", "3")
+    assert "Add --slurm or --ray ADDRESS" in refused(tmp_path, "--nodes", "3")
     assert "Add --ray ADDRESS" in refused(tmp_path, "--ray-resources", "GPU=1")
     assert "Give one of them" in refused(tmp_path, "--ray", "auto", "--hosts", "hosts.txt")
-    assert "--ray-nodes 'x'" in refused(tmp_path, "--ray", "auto", "--ray-nodes", "x")
+    assert "--nodes 'x'" in refused(tmp_path, "--ray", "auto", "--nodes", "x")
     assert "--ray-resources 'x'" in refused(tmp_path, "--ray", "auto", "--ray-resources", "x")
 
 

@@ -153,7 +153,7 @@ def test_a_script_is_printed_and_its_job_kept(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["run", "--nodes", "2", "train.py"], "--nodes 2 is about Slurm. Add --slurm"),
+        (["run", "--nodes", "2", "train.py"], "--nodes 2 is about Slurm and Ray. Add --slurm"),
         (["run", "--print", "train.py"], "--print is about Slurm"),
         (["run", "--partition", "gpu", "train.py"], "No such option"),
         (

@@ -31,7 +31,18 @@ from ray.core.generated import autoscaler_pb2
 from varuna.launch.processes import adopt_orphans
 
 _ENDING_S = 15
-_COMMANDS = ("setup_commands", "head_setup_commands", "worker_setup_commands", "initialization_commands")
+_LISTS = (
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "initialization_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+    "cluster_synced_files",
+    "rsync_exclude",
+    "rsync_filter",
+)
+_TABLES = ("file_mounts", "auth", "docker", "head_node", "worker_nodes")
 _QUIET = {"include_dashboard": False, "object_store_memory": 80 << 20}
 
 
@@ -75,9 +86,11 @@ class Nodes:
         return sum(row["Alive"] for row in self.cluster.global_state.node_table()) - 1
 
     def end(self) -> list[str]:
-        """All of it; what is left a while later."""
+        """All of it; what is left a while later, and killed then."""
         self.cluster.shutdown()
         _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=_ENDING_S)
+        for process in left:
+            process.kill()
         return [f"{process.name()} ({process.pid})" for process in left]
 
     def answer(self, request: dict[str, Any]) -> Any:
@@ -124,7 +137,9 @@ def scaling() -> dict[str, Any]:
         "provider": provider,
         "available_node_types": types,
         "head_node_type": "ray.head.default",
-        **{name: [] for name in _COMMANDS},
+        "file_mounts_sync_continuously": False,
+        **{name: [] for name in _LISTS},
+        **{name: {} for name in _TABLES},
     }
     path = Path(os.environ["RAY_TMPDIR"], "scaling.yaml")
     path.write_text(json.dumps(config))

@@ -26,6 +26,7 @@ from varuna.errors import ConfigError
 
 pytestmark = pytest.mark.services
 
+ENDING_S = 20
 START_S = 150  # every node's agent imports torch, several on a core
 
 
@@ -131,14 +132,21 @@ class Commands:
         return self._started.pop(pid).wait(60)
 
     def left(self) -> list[str]:
-        """Processes that have outlived the commands; they are ended."""
-        left = []
+        """Processes that have outlived the commands by a while; they are ended."""
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self._living(), ENDING_S)
+        left = self._living()
+        for process in left:
+            process.kill()
+        return [str(process) for process in left]
+
+    def _living(self) -> list[psutil.Process]:
+        found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    left.append(f"{process.name()} ({process.pid})")
-                    process.kill()
-        return left
+                    found.append(process)
+        return found
 
 
 class OnRay(Cluster):
@@ -178,7 +186,7 @@ class OnRay(Cluster):
         """Its exit code; nothing may be left of it."""
         code = self.join("manager")
         assert self._warm.left() == []
-        wait_until(lambda: not self.ray.processes(), 20, "nothing is left on any node")
+        wait_until(lambda: not self.ray.processes(), ENDING_S, "nothing is left on any node")
         return code
 
 
@@ -204,7 +212,7 @@ def test_nodes_come_and_go_while_the_job_runs(start: Start, ray: Ray) -> None:
     for name in ("a", "b", "c"):
         ray.ask(add=name)
     job = start(ray)
-    job.run("--ray-nodes", "3")
+    job.run("--nodes", "3")
     job.trains()
     job.works_on("a", "b", "c")
     ray.ask(kill="b")
@@ -257,7 +265,7 @@ def test_nodes_are_asked_of_the_autoscaler_and_given_back(start: Start) -> None:
     with cluster("--scales") as scaled:
         assert scaled.ask(nodes=True) == 0
         job = start(scaled)
-        job.run("--ray-nodes", "2")
+        job.run("--nodes", "2")
         job.trains()
         assert len(set(job.members().values())) == 2
         assert scaled.ask(nodes=True) == 2
@@ -270,11 +278,16 @@ def test_nodes_are_asked_of_the_autoscaler_and_given_back(start: Start) -> None:
 def test_no_such_cluster(tmp_path: Path) -> None:
     """Nothing is started, and no folder made."""
     (tmp_path / "train.py").touch()
-    for address, told in (("ray://127.0.0.1:1", "ray job submit"), ("auto", "no Ray cluster was reached")):
+    wrong = {
+        "ray://127.0.0.1:1": "ray job submit",
+        "127.0.0.1:1": "nothing answers at 127.0.0.1:1",
+        "no-such-host.invalid:6379": "nothing answers at no-such-host.invalid:6379",
+        "local": "is no address",
+    }
+    for address, told in wrong.items():
         done = subprocess.run(
             [sys.executable, "-m", "varuna", "run", "--ray", address, "--log-dir", "logs", "train.py"],
             cwd=tmp_path,
-            env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
             capture_output=True,
             text=True,
             check=False,

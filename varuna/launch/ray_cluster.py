@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from varuna.launch.ray_actor import NodeAgent
 from varuna.launch.ray_nodes import Node, read_nodes
 
 _CLIENT = "ray://"
+_AUTO = "auto"
+_CONNECT_S = 10.0
 
 
 class RayTrouble(Exception):
@@ -34,11 +37,7 @@ class RayCluster:
 
     def __init__(self, address: str) -> None:
         self._ray = _import_ray()
-        if address.startswith(_CLIENT):
-            raise ConfigError(
-                f"--ray {address}: the command has to run on a node of the cluster, without Ray's client: "
-                f"`ray job submit --address http://HEAD:8265 -- varuna run --ray auto ...`."
-            )
+        _check(address)
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
@@ -138,6 +137,27 @@ def _import_ray() -> Any:
     except ImportError as error:
         raise ConfigError(f"--ray needs Ray ({error}). Do: pip install 'varuna[ray]'") from error
     return ray
+
+
+def _check(address: str) -> None:
+    """Raise ``ConfigError`` for an address at which there is no cluster; Ray itself tries that for minutes."""
+    if address.startswith(_CLIENT):
+        raise ConfigError(
+            f"--ray {address}: the command has to run on a node of the cluster, without Ray's client: "
+            f"`ray job submit --address http://HEAD:8265 -- varuna run --ray auto ...`."
+        )
+    host, _, port = address.rpartition(":")
+    if address == _AUTO:
+        return
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"--ray {address!r} is no address. Give auto, or HOST:PORT of the cluster's head.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--ray {address}: nothing answers at {host}:{port} ({error}). Run the command on a node of the "
+            f"cluster, and give auto, or HOST:PORT of its head (6379 where it was not chosen)."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -223,21 +223,6 @@ def bundles(needs: NodeNeeds, nodes: Sequence[Node]) -> list[dict[str, float]]:
     return [dict(one) for _ in range(needs.most or 0)]
 
 
-def read_num_nodes(text: str) -> tuple[int, int]:
-    """``4`` or ``2:8``: the fewest and the most nodes.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()):
-        raise ConfigError(f"--ray-nodes {text!r}: write a number of nodes, or the fewest and the most: 2:8.")
-    found = int(least), int(most) if colon else int(least)
-    if not 1 <= found[0] <= found[1] <= 65536:
-        raise ConfigError(f"--ray-nodes {text!r}: give 1 or more nodes, and no fewer at most than at least.")
-    return found
-
-
 def read_resources(text: str) -> dict[str, float]:
     """``GPU=4,CPU=8,accelerator_type:A100=0.001``: what to reserve on each node, by Ray's names.
 
