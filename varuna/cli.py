@@ -29,7 +29,9 @@ from varuna.cli_start import (
     check_script,
     default_workers,
     layout_of,
+    layout_options,
     log_directory,
+    output_options,
     remove_if_empty,
     trace_environ,
 )
@@ -81,29 +83,8 @@ def main() -> None:
 
 @main.command(cls=SbatchCommand, context_settings={"allow_interspersed_args": False})
 @click.option("-w", "--workers", type=_UP, help="Processes to start. Default: one per visible GPU, else 1.")
-@click.option("-p", "--stages", type=_UP, help="Stages per pipeline. Default: chosen.")
-@click.option("-b", "--micro-batch-size", type=_UP, help="Samples per micro-batch. Default: chosen.")
-@click.option(
-    "--schedule",
-    type=click.Choice(SCHEDULE_NAMES),
-    help="Order of work in a stage. Default: chosen; varuna if nothing is measured.",
-)
-@click.option(
-    "--recompute/--no-recompute",
-    default=None,
-    help="Compute activations again before backward instead of keeping them. Default: chosen.",
-)
-@click.option(
-    "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where logs go. Default: new."
-)
-@click.option(
-    "--show",
-    type=click.Choice(("first", "all")),
-    default="first",
-    show_default=True,
-    help="Whose output to show: worker 0's, or everyone's, each line with its worker.",
-)
-@click.option("--no-check", is_flag=True, help="Skip comparing one split step with one unsplit step at start.")
+@layout_options
+@output_options
 @click.option(
     "--profile/--no-profile",
     "profiles_first",

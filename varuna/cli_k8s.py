@@ -13,7 +13,7 @@ import click
 
 from varuna.cli_checkpoint import checkpoint_environ, checkpoint_options
 from varuna.cli_hosts import named_variables, parse_env_files
-from varuna.config import SCHEDULE_NAMES
+from varuna.cli_start import layout_options
 from varuna.errors import ConfigError
 from varuna.launch.k8s_job import K8sJob, Nodes, Resources, Toleration, Volume
 from varuna.launch.k8s_spot import SPOT_NODES
@@ -105,17 +105,6 @@ _content_options = _several(
     click.option("--state-size", default="1Gi", show_default=True, help="Of the manager's volume."),
     click.option("--storage-class", default="", help="Of the manager's volume. Default: the cluster's."),
 )
-_layout_options = _several(
-    click.option("-p", "--stages", type=_UP, help="Stages per pipeline. Default: chosen."),
-    click.option("-b", "--micro-batch-size", type=_UP, help="Samples per micro-batch. Default: chosen."),
-    click.option("--schedule", type=click.Choice(SCHEDULE_NAMES), help="Order of work. Default: chosen."),
-    click.option(
-        "--recompute/--no-recompute", default=None, help="Compute activations again. Default: chosen."
-    ),
-    click.option(
-        "--no-check", is_flag=True, help="Skip comparing one split step with one unsplit step at start."
-    ),
-)
 
 
 @k8s.command(context_settings={"allow_interspersed_args": False})
@@ -126,7 +115,7 @@ _layout_options = _several(
 @_place_options
 @_content_options
 @checkpoint_options
-@_layout_options
+@layout_options
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

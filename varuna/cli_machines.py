@@ -15,11 +15,13 @@ from varuna.cli_start import (
     check_script,
     default_workers,
     layout_of,
+    layout_options,
     log_directory,
     made_directory,
+    output_options,
     remove_if_empty,
 )
-from varuna.config import SCHEDULE_NAMES, MorphConfig
+from varuna.config import MorphConfig
 from varuna.errors import ConfigError
 from varuna.launch.naming import new_run_id
 
@@ -115,23 +117,8 @@ def manager(
     type=_SECONDS,
     help="Seconds from a signal to the end. Default: VARUNA_GRACE_S, else 30 (60 for SIGUSR1).",
 )
-@click.option("-p", "--stages", type=_UP, help="Stages per pipeline. Default: chosen.")
-@click.option("-b", "--micro-batch-size", type=_UP, help="Samples per micro-batch. Default: chosen.")
-@click.option(
-    "--schedule", type=click.Choice(SCHEDULE_NAMES), help="Order of work in a stage. Default: chosen."
-)
-@click.option("--recompute/--no-recompute", default=None, help="Compute activations again. Default: chosen.")
-@click.option("--no-check", is_flag=True, help="Skip comparing one split step with one unsplit step at start.")
-@click.option(
-    "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where logs go. Default: new."
-)
-@click.option(
-    "--show",
-    type=click.Choice(("first", "all")),
-    default="first",
-    show_default=True,
-    help="Whose output to show: worker 0's, if it is here, or everyone's, each line with its worker.",
-)
+@layout_options
+@output_options
 @checkpoint_options
 @click.option("--from-launcher", is_flag=True, hidden=True, help="Token and orders come on standard input.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")

@@ -4,13 +4,63 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
-from varuna.config import LayoutConfig, TraceConfig
+from varuna.config import SCHEDULE_NAMES, LayoutConfig, TraceConfig
 from varuna.errors import ConfigError
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+_UP = click.IntRange(min=1)
+
+
+_LAYOUT = (
+    click.option("-p", "--stages", type=_UP, help="Stages per pipeline. Default: chosen."),
+    click.option("-b", "--micro-batch-size", type=_UP, help="Samples per micro-batch. Default: chosen."),
+    click.option(
+        "--schedule",
+        type=click.Choice(SCHEDULE_NAMES),
+        help="Order of work in a stage. Default: chosen; varuna if nothing is measured.",
+    ),
+    click.option(
+        "--recompute/--no-recompute",
+        default=None,
+        help="Compute activations again before backward instead of keeping them. Default: chosen.",
+    ),
+    click.option(
+        "--no-check", is_flag=True, help="Skip comparing one split step with one unsplit step at start."
+    ),
+)
+_OUTPUT = (
+    click.option(
+        "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where logs go. Default: new."
+    ),
+    click.option(
+        "--show",
+        type=click.Choice(("first", "all")),
+        default="first",
+        show_default=True,
+        help="Whose output to show: worker 0's, if it is here, or everyone's, each line with its worker.",
+    ),
+)
+
+
+def layout_options(command: _Command) -> _Command:
+    """What a user can fix of the layout; ``layout_of`` takes the values."""
+    for option in reversed(_LAYOUT):
+        command = option(command)
+    return command
+
+
+def output_options(command: _Command) -> _Command:
+    """Where workers' output goes."""
+    for option in reversed(_OUTPUT):
+        command = option(command)
+    return command
 
 
 def layout_of(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.launch.conftest import Launch
+from tests.launch.jobs import PACKAGE_ROOT
 from varuna import cli
+from varuna.versions import installed_versions
 
 
 @pytest.fixture
@@ -59,6 +65,32 @@ def test_of_manager_and_agent(tmp_path: Path, script: str) -> None:
     command = ["agent", "--manager", "http://127.0.0.1:9", "--workers", "1", "--log-dir", "/proc/none", script]
     result = runner.invoke(cli.main, command)
     assert (result.exit_code, "--log-dir /proc/none" in result.output) == (2, True), result.output
+
+
+def test_a_manager_of_another_version_does_not_take_a_job_over(tmp_path: Path) -> None:
+    """Its agents would be refused."""
+    state = tmp_path / "state"
+    state.mkdir()
+    record = {
+        "run_id": "job-1",
+        "host": "127.0.0.1",
+        "port": 1,
+        "store_port": 2,
+        "min_workers": 1,
+        "settle_s": 5.0,
+    }
+    versions = {"varuna": "9.9.9", "torch": installed_versions().torch, "python": "3.11.2"}
+    (state / "manager.json").write_text(json.dumps({**record, "versions": versions}))
+    result = subprocess.run(
+        [sys.executable, "-m", "varuna", "manager", "--state", str(state)],
+        env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "cannot be managed by this machine: it has varuna 0.1.0, the job has varuna 9.9.9" in result.stderr
 
 
 def test_micro_batches_larger_than_the_batch_are_every_workers_error(launch: Launch) -> None:
