@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -46,6 +47,15 @@ def rendered(*arguments: str) -> dict[str, dict[str, Any]]:
     documents = list(yaml.safe_load_all(result.output))
     assert list(yaml.safe_load_all(to_yaml(documents))) == documents
     return {document["kind"]: document for document in documents}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Iterator[None]:
+    """All that Kubernetes publishes is six megabytes, which would be read for every document."""
+    with pytest.MonkeyPatch.context() as patch:
+        cached = functools.cache(kubernetes_validate.utils.schema_contents)
+        patch.setattr(kubernetes_validate.utils, "schema_contents", cached)
+        yield
 
 
 def check_schema(document: dict[str, Any]) -> None:
