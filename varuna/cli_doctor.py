@@ -53,7 +53,7 @@ def doctor(
     from varuna.launch.preflight_text import render_findings
     from varuna.launch.survey import answer
     from varuna.launch.token import read_token
-    from varuna.morph.client import check_url
+    from varuna.morph.whereabouts import url_now
 
     if from_launcher:
         answer(os.environ)
@@ -64,13 +64,11 @@ def doctor(
         raise ConfigError(f"--address {address} belongs to --hosts FILE, which is missing.")
     if token_file is not None and not url:
         raise ConfigError(f"--token-file {token_file} belongs to --manager URL, which is missing.")
-    if url:
-        check_url(url)
     uses_bucket = "://" in checkpoint_url
     if hosts is not None:
         findings = _on_hosts(hosts, address, checkpoint_url)
     else:
-        manager = (url, read_token(os.environ, token_file)) if url else None
+        manager = (url_now(url), read_token(os.environ, token_file)) if url else None
         facts = gather_facts("", os.environ, checkpoint_url=checkpoint_url, manager=manager)
         findings = findings_of(facts, has_others=False, uses_bucket=uses_bucket)
     click.echo(render_findings(findings, shows_ok=verbose or hosts is None), nl=False)

@@ -41,7 +41,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
             "url",
             default="",
             metavar="URL",
-            help="Of a run that is managed on another machine: what `varuna manager` has printed.",
+            help="Of a run that is managed on another machine: what `varuna agent` is given, too.",
         ),
         click.option("--run", "run_id", default="", help="Name of a run on this machine. Default: the newest."),
     ):
@@ -148,11 +148,12 @@ def _client(run_id: str, url: str, token_file: Path | None) -> RunClient:
     from varuna.launch.token import read_token
     from varuna.morph.client import RunClient, run_at
     from varuna.morph.runs import find_run
+    from varuna.morph.whereabouts import url_now
 
     if url:
         if run_id:
             raise ConfigError(f"--run {run_id} is for runs on this machine. Leave it out, or --manager {url}.")
-        return RunClient(run_at(url, read_token(os.environ, token_file)))
+        return RunClient(run_at(url_now(url), read_token(os.environ, token_file)))
     if token_file is not None:
         raise ConfigError(f"--token-file {token_file} belongs to --manager URL, which is missing.")
     directory = cache_dir(os.environ)

@@ -40,6 +40,9 @@ def test_commands_find_a_manager_by_its_url(tmp_path: Path) -> None:
         assert "a-run: founding" in shown.output
         asked = runner.invoke(cli.main, ["preempt", "vm", *where])
         assert (asked.exit_code, asked.output) == (0, "asked to leave: vm.0.abcd\n")
+        (tmp_path / "url").write_text(f"{at.url}\n")
+        in_file = ["--manager", (tmp_path / "url").as_uri(), "--token-file", str(token)]
+        assert "a-run: founding" in runner.invoke(cli.main, ["status", *in_file]).output
         told = runner.invoke(cli.main, ["events", "--manager", at.url], env={"VARUNA_TOKEN": TOKEN})
         assert '"kind":"notice"' in told.output, told.output
         added = runner.invoke(cli.main, ["workers", "add", "1", *where])
@@ -47,6 +50,7 @@ def test_commands_find_a_manager_by_its_url(tmp_path: Path) -> None:
         for arguments, words in (
             (["--manager", at.url], "No token: give the manager's"),
             (["--manager", at.url, "--run", "x"], "--run x is for runs on this machine"),
+            (["--manager", f"file://{tmp_path}/none", "--token-file", str(token)], "No manager is known at"),
             (["--token-file", str(token)], "belongs to --manager URL"),
             (["--manager", "vm:7000", "--token-file", str(token)], "is no URL of a manager"),
         ):

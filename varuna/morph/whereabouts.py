@@ -42,3 +42,16 @@ def manager_url(place: str) -> str:
     except (UnicodeError, ConfigError) as error:
         raise OSError(f"{path} has no manager's URL in it: {error}") from error
     return url
+
+
+def url_now(place: str) -> str:
+    """As ``manager_url``, for commands that do not wait for a manager.
+
+    Raises:
+        ConfigError: it is no such place, or no manager is there.
+    """
+    check_place(place)
+    try:
+        return manager_url(place)
+    except OSError as error:
+        raise ConfigError(f"No manager is known at {place}: {error}.") from error
