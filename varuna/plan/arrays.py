@@ -1,10 +1,10 @@
 """A pipeline of a plan, on given machines, as the numbers that ``pipeline.run_pipeline`` takes.
 
 Links: two workers on one machine have the profile's ``within_machine`` link between them, others its
-``across_machines`` one. Streams that leave one machine share ``shared_bytes_per_s``: each has an even part of
-it, among itself and as many others as send at one time on average. How often a stream sends is what its message
-takes alone over the time between two messages, which is that of the pipeline's slowest stage. So streams that
-are seldom busy hardly slow each other, and those that are always busy divide the link evenly.
+``across_machines`` one. Streams that leave one machine share ``shared_bytes_per_s`` (``sharing.py``). How often
+a stream sends is what its message takes alone over the time between two messages, which is that of the
+pipeline's slowest stage. So streams that are seldom busy hardly slow each other, and those that are always busy
+divide the link evenly.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from varuna.plan.kernel import ACTIVATION, GRADIENT, NUM_KINDS, Floats
 from varuna.plan.pipeline import NO_DELAYS, PipelineArrays, draw_delays, rules_of
 from varuna.plan.profile import LinkProfile, Profile
 from varuna.plan.schedule import StageSchedule, stage_schedule
+from varuna.plan.sharing import slowdowns
 from varuna.spec import PipelineSpec, Plan, StageSpec
 
 CostsOf = Callable[[int, int, int], StageCosts]
@@ -123,25 +124,25 @@ def _with_sharing(
     link = profile.across_machines
     known = {shape: _busy_shares(shape, link, costs_of) for shape in set(shapes)}
     busy = [known[shape] for shape in shapes]
-    leaving = np.zeros(max(machines) + 1)
-    for pipeline, shape, shares in zip(pipelines, shapes, busy, strict=True):
+    streams: list[tuple[int, int, int]] = []  # pipeline, hop, direction
+    leaves: list[int] = []
+    used: list[float] = []
+    for number, (pipeline, shape, shares) in enumerate(zip(pipelines, shapes, busy, strict=True)):
         for index, hop in enumerate(shape.hops):
-            if hop.across_machines:
-                leaving[machines[pipeline.stages[index].worker_index]] += shares[index][ACTIVATION]
-                leaving[machines[pipeline.stages[index + 1].worker_index]] += shares[index][GRADIENT]
-
-    def slowdown(worker: int, own: float) -> float:
-        streams = 1.0 + leaving[machines[worker]] - own
-        return max(1.0, float(streams) * link.bytes_per_s / link.shared_bytes_per_s)
-
+            for direction in (ACTIVATION, GRADIENT) if hop.across_machines else ():
+                streams.append((number, index, direction))
+                leaves.append(machines[pipeline.stages[index + direction].worker_index])
+                used.append(shares[index][direction])
+    streams_alone = link.shared_bytes_per_s / link.bytes_per_s
+    factors = slowdowns(np.array(leaves, dtype=np.int64), np.array(used), streams_alone)
+    slowdown = dict(zip(streams, factors.tolist(), strict=True))
     slowed = []
-    for pipeline, shape, shares in zip(pipelines, shapes, busy, strict=True):
-        workers = [stage.worker_index for stage in pipeline.stages]
+    for number, shape in enumerate(shapes):
         hops = tuple(
             replace(
                 hop,
-                activation_slowdown=slowdown(workers[index], shares[index][ACTIVATION]),
-                gradient_slowdown=slowdown(workers[index + 1], shares[index][GRADIENT]),
+                activation_slowdown=slowdown[number, index, ACTIVATION],
+                gradient_slowdown=slowdown[number, index, GRADIENT],
             )
             if hop.across_machines
             else hop

@@ -23,6 +23,7 @@ from varuna.plan.lay import KindPlan, Laid
 from varuna.plan.pipeline import NO_DELAYS, PipelineArrays, PipelineRun, draw_delays, rules_of, run_pipeline
 from varuna.plan.schedule import stage_schedule
 from varuna.plan.setting import Setting
+from varuna.plan.sharing import slowdowns
 from varuna.plan.tables import Floats, RunTable
 
 STEADY_AFTER, STEADY_BESIDES = 2, 12
@@ -217,19 +218,20 @@ def _slowdowns(setting: Setting, laid: Laid, plan: KindPlan, busy: Floats) -> Fl
     """
     if not setting.link_share or not plan.kind.crosses.any():
         return np.ones_like(busy)
-    machine = setting.devices.machine
-    leaving = np.zeros(int(machine.max()) + 1)
     share = np.minimum(1.0, busy)
-    for kind in laid.placement.kinds:
-        if kind.num_stages != len(share):
-            continue  # of another depth: few, and left out here
-        for direction, sends in enumerate((kind.crossing, np.roll(kind.crossing, 1, axis=1))):
-            weights = np.where(sends, share[:, direction], 0.0)
-            leaving += np.bincount(machine[kind.workers].ravel(), weights.ravel(), len(leaving))
-    own = plan.kind.workers[plan.kind.representative]
-    crosses = np.stack([plan.kind.crosses, np.roll(plan.kind.crosses, 1)], axis=1)
-    streams = 1.0 + leaving[machine[own]][:, None] - share
-    return np.where(crosses, np.maximum(1.0, streams * setting.link_share), 1.0)
+    kinds = [kind for kind in laid.placement.kinds if kind.num_stages == len(share)]  # others are few: left out
+    sends = [np.stack([kind.crossing, np.roll(kind.crossing, 1, axis=1)], axis=2) for kind in kinds]
+    leaves = [setting.devices.machine[kind.workers] for kind in kinds]
+    machine = np.concatenate(
+        [np.repeat(row[:, :, None], 2, axis=2)[sent] for row, sent in zip(leaves, sends, strict=True)]
+    )
+    used = np.concatenate([np.broadcast_to(share, sent.shape)[sent] for sent in sends])
+    factors = slowdowns(machine, used, 1.0 / setting.link_share)
+    index = next(index for index, kind in enumerate(kinds) if kind is plan.kind)
+    first = sum(int(sent.sum()) for sent in sends[:index])
+    own = np.ones(sends[index].shape)
+    own[sends[index]] = factors[first : first + int(sends[index].sum())]
+    return np.asarray(own[plan.kind.representative])
 
 
 def _memory_bytes(setting: Setting, laid: Laid, plan: KindPlan, run: PipelineRun) -> Floats:

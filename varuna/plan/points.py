@@ -169,23 +169,28 @@ class PointMaker:
         each = np.ceil(np.ceil(num) / pipelines)
         each = np.where((deeper > 0) | (pipelines == 1), num / (pipelines + deeper / stages), each)
         passing_s = work_s / speed[0] + 2 * stages * overhead_s
-        busy_s, expected_s = (
-            _shared_out(num, each, table[which] / speed[0] + 2 * overhead_s, stages, pipelines, deeper)
-            for table in self._slowest_stage(sizes, split=split)
+        busiest_s, mean_s = (
+            table[which] / speed[0] + 2 * overhead_s for table in self._slowest_stage(sizes, split=split)
         )
+        busy_s = _shared_out(num, each, busiest_s, stages, pipelines, deeper)
         even_s = num * work_s / np.cumsum(speed)[stages * pipelines + deeper - 1]
         share = sections.least_forward_share if split else 1.0
         fill_s = passing_s * share / -np.expm1(stages * np.log1p(-share / np.maximum(each, share + 1e-9)))
-        least_reduce_s, reduce_s = self._reductions(stages, pipelines)
+        least_reduce_s, reduced_s = self._reductions(stages, pipelines)
         update_s = float(residents.update_s[0, -1]) / stages / speed[0]
         last_s = (each * work_s - backward_s) / stages / speed[0] + least_reduce_s
-        first_s = passing_s + 2 * (stages - 1) * self._message_s(stages, size)
         resident = float(residents.alone_bytes[0, -1]) - profile.runtime_bytes
         least_bytes = profile.runtime_bytes + resident / (stages + (deeper > 0))
         fits = (least_bytes <= devices.memory_bytes.max()) & np.isfinite(busy_s)
         later = np.maximum(1e-9, 1 - 1 / np.maximum(each, 1))  # micro-batches after the first
         bound_s = np.max([even_s + update_s, fill_s, last_s + update_s, busy_s], axis=0)
-        estimate_s = np.where(fits, expected_s, np.inf) * later + first_s + reduce_s + update_s
+        estimate_s = np.full(len(size), np.inf)
+        for layout, reduce_s in reduced_s.items():
+            messages_s, sending_s = self._messages(stages, pipelines, size, layout)
+            slowest_s = np.maximum(mean_s, sending_s[:, None])
+            expected_s = _shared_out(num, each, slowest_s, stages, pipelines, deeper) * later
+            estimate_s = np.minimum(estimate_s, expected_s + passing_s + messages_s + reduce_s + update_s)
+        estimate_s[~fits] = np.inf
         return Points(
             num_stages=stages,
             num_pipelines=pipelines,
@@ -263,32 +268,41 @@ class PointMaker:
         self._slowest[split] = slowest
         return slowest
 
-    def _message_s(self, stages: Ints, size: Ints) -> Floats:
-        """Seconds of a mean message between stages: inside a machine if a pipeline fits one."""
-        profile = self.setting.profile
+    def _messages(self, stages: Ints, pipelines: Ints, size: Ints, layout: str) -> tuple[Floats, Floats]:
+        """Seconds of the messages of one micro-batch, one after the other, and that the busiest link has it."""
+        profile, most = self.setting.profile, self.setting.devices.largest_machine
         num_bytes = self.setting.sections.totals("output_bytes", size.astype(np.float64))
         num_bytes /= max(1, len(profile.sections) - 1)
-        inside = stages <= self.setting.devices.largest_machine
-        within, across = (
-            link.latency_s + sum(link.jitter_s) / max(1, len(link.jitter_s)) + num_bytes / link.bytes_per_s
+        beside = np.ones_like(pipelines) if layout == "pipelines" else np.minimum(pipelines, most)
+        across = -(-stages // np.maximum(1, most // beside)) - 1  # messages that leave a machine, each way
+        (within_s, within_send_s), (across_s, across_send_s) = (
+            (link.latency_s + sum(link.jitter_s) / max(1, len(link.jitter_s)), num_bytes / link.bytes_per_s)
             for link in (profile.within_machine, profile.across_machines)
         )
-        return np.where(inside, within, across)
+        streams = np.minimum(2, across) * beside
+        shared_s = across_send_s * np.maximum(1.0, streams * self.setting.link_share)
+        messages_s = across * (across_s + across_send_s) + (stages - 1 - across) * (within_s + within_send_s)
+        return 2 * messages_s, np.where(across > 0, shared_s, np.where(stages > 1, within_send_s, 0.0))
 
-    def _reductions(self, stages: Ints, pipelines: Ints) -> tuple[Floats, Floats]:
-        """Seconds to reduce an even share of the gradients: at least, and on machines of the largest size."""
+    def _reductions(self, stages: Ints, pipelines: Ints) -> tuple[Floats, dict[str, Floats]]:
+        """Seconds to reduce an even share of the gradients: at least, and by layout (``placement``)."""
         setting = self.setting
         devices, share = setting.devices, float(setting.residents.gradient_bytes[0, -1]) / stages
-        across = pipelines > devices.largest_machine
-        alone_s = np.zeros(len(stages))
+        inside_s, across_s = np.zeros(len(stages)), np.zeros(len(stages))
         for count in np.unique(pipelines).tolist():
             chosen = pipelines == count
-            alone_s[chosen] = setting.residents.buckets_s(share[chosen], count, count > devices.largest_machine)
-        least, most_s = (
-            alone_s * np.where(across, np.maximum(1.0, np.minimum(stages, size) * setting.link_share), 1.0)
+            inside_s[chosen] = setting.residents.buckets_s(share[chosen], count, False)
+            across_s[chosen] = setting.residents.buckets_s(share[chosen], count, True)
+        slowdowns = [
+            np.maximum(1.0, np.minimum(stages, size) * setting.link_share)
             for size in (devices.smallest_machine, devices.largest_machine)
-        )
-        return least, most_s
+        ]
+        fits = pipelines <= devices.largest_machine
+        apart = np.where(stages * pipelines <= devices.largest_machine, inside_s, across_s * slowdowns[1])
+        return np.where(fits, inside_s, across_s * slowdowns[0]), {
+            "pipelines": apart,
+            "replicas": np.where(fits, inside_s, across_s * slowdowns[1]),
+        }
 
 
 def _start_sizes(setting: Setting) -> Ints:

@@ -50,6 +50,8 @@ def reduced_s(
         used = np.unique(machine_of[list(workers)])
         if len(used) > 1:
             crossing[int(tied), used] += 1
+    present = np.unique([worker for reduction in reductions for worker in reduction.workers.tolist()])
+    crossing = np.minimum(crossing, np.bincount(machine_of[present.astype(int)], minlength=crossing.shape[1]))
     free_s = np.zeros_like(end_s)
     for reduction in sorted(reductions, key=lambda reduction: float(reduction.ready_s.max())):
         ready_s = reduction.ready_s if profile.reduces_beside else end_s[reduction.workers]

@@ -11,6 +11,7 @@ from varuna.plan.cluster import Cluster
 from varuna.plan.memory import BUCKET_BYTES
 from varuna.plan.placement import Devices, Kind, Placement, place
 from varuna.plan.profile import LinkProfile, Profile
+from varuna.plan.sharing import slowdowns
 from varuna.plan.tables import Floats, Residents, SectionTable
 from varuna.plan.wish import Wish
 
@@ -143,4 +144,6 @@ class Setting:
         cycle_s = (runs.forward_s[-1] + runs.backward_s[-1]) / kind.num_stages / float(kind.speed.min())
         mean_bytes = float(np.mean(runs.forward_bytes[1:-1]))
         share = min(1.0, mean_bytes / self.profile.across_machines.bytes_per_s / max(cycle_s, 1e-12))
-        return float(max(1.0, (1 + (placement.streams_per_machine - 1) * share) * self.link_share))
+        count = max(1, placement.streams_per_machine)
+        alike = slowdowns(np.zeros(count, dtype=np.int64), np.full(count, share), 1.0 / self.link_share)
+        return float(alike[0])
