@@ -82,7 +82,8 @@ def test_a_gpt_built_without_storage_learns_and_is_exported_from_its_checkpoint(
 def test_bert_learns_words(tmp_path: Path) -> None:
     told = run(tmp_path, VARUNA, "run", "--workers", 2, EXAMPLES / "bert.py")
     summary = summary_of(tmp_path / "runs" / "bert")
-    assert summary["words_right"] > 0.15
+    assert summary["words_right"] > 2 * summary["most_frequent_word"]
+    assert summary["pairs_right"] > 0.55
     assert "of masked words and" in told
 
     from transformers import BertForPreTraining, BertTokenizerFast
