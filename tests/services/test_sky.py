@@ -5,7 +5,10 @@ What the shell makes of their commands, ``tests/examples/test_sky_files.py`` loo
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +20,7 @@ import yaml
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(900)]
 
+LONGEST_S = 400  # three processes import torch, on as few cores as there are
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = "sky-managed-2026-11-30-00-19-55-123456_varuna_1-0"
 TRAIN = """
@@ -114,6 +118,14 @@ def environ(directory: Path, loaded: dict[str, Any], **given: str) -> dict[str, 
     }
 
 
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    """Whatever a test that fails has left."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def steps_of_workers(directory: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in directory.glob("steps-*")}
 
@@ -137,10 +149,14 @@ def nodes(directory: Path, loaded: dict[str, Any], count: int, num_steps: int, p
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         for rank in range(count)
     ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
+    try:
+        printed = [process.communicate(timeout=LONGEST_S)[0] for process in processes]
+    finally:
+        end(processes)
     assert [process.returncode for process in processes] == [0] * count, printed
     return printed
 
@@ -171,17 +187,22 @@ def test_a_machine_of_its_own(tmp_path: Path) -> None:
         TRAIN="train.py 2",
     )
     command = ["varuna", "manager", "--listen", f"127.0.0.1:{port}", "--state", "state", "--settle", "0.2"]
-    with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as manager:
+    manager = subprocess.Popen(
+        command, cwd=tmp_path, env=variables, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
         machine = subprocess.run(
             ["bash", "-c", loaded["run"]],
             cwd=tmp_path,
             env=variables,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LONGEST_S,
             check=False,
         )
         assert machine.returncode == 0, machine.stderr
-        assert manager.wait(60) == 0
+        assert manager.wait(LONGEST_S) == 0
+    finally:
+        end([manager])
     assert f"{TASK} is in run " in machine.stderr
     assert steps_of_workers(tmp_path) == {"steps-0": "[0, 1]"}

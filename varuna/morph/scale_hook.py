@@ -30,6 +30,7 @@ KIND = "scaling"
 
 _COMMAND_S = 60.0
 _URL_S = 20.0
+_LAST_S = 1.0
 _SHOWN_BYTES = 400
 
 
@@ -82,10 +83,10 @@ class ScaleHook:
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no more; a command under way is ended."""
+        """Ask no more; a command under way is ended, a request is not waited for."""
         self._ask.close()
         if self._thread is not None:
-            self._thread.join(_URL_S)
+            self._thread.join(_LAST_S)
 
     def _tell(self, text: str, call: Call | None = None) -> None:
         figures = {}
