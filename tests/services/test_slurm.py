@@ -295,11 +295,12 @@ def test_the_manager_is_preempted_and_comes_back_elsewhere(start: Start, there: 
 def test_the_time_is_over_and_the_job_goes_on_from_its_checkpoint(start: Start) -> None:
     """Its only machine has to go: its task is requeued, and begins anew where it has saved."""
     saved = ("--checkpoint", "saved", "--checkpoint-every", "5", "--env", "VARUNA_GRACE_S=3")
-    job = start("--time=1", "--signal=TERM@25", *saved, limit=12)
+    job = start("--time=60", "--signal=TERM@25", *saved, limit=12)
     job.steps_done(12)
     first = job.node_of(0)
+    job.there.ask("scontrol", "update", f"JobId={job.job_id}_0", "EndTime=now+30seconds")
     job.waits(job.job_id, 0)
-    job.starts_now(job.job_id, 0, "TimeLimit=30", f"ExcNodeList={first}")
+    job.starts_now(job.job_id, 0, "TimeLimit=60", f"ExcNodeList={first}")
     assert "this task is requeued" in job.printed()
     job.limit(NUM_STEPS)
     job.is_over()
@@ -348,4 +349,5 @@ def test_what_slurm_does_not_want(there: Slurm, tmp_path: Path) -> None:
     job = SlurmRun(there, tmp_path, tmp_path, limit=0)
     with pytest.raises(AssertionError, match=r"Slurm refuses .*job.sh: .*invalid partition"):
         job.run("--partition", "nowhere")
-    assert not job.states()
+    assert not job.job_directory.exists()
+    assert not there.ask("squeue", "-h")
