@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from tests.launch.jobs import wait_until
 from tests.morph.serving import TOKEN, ServedManager, place
@@ -53,6 +54,14 @@ def test_a_run_whose_launcher_was_killed_is_forgotten(tmp_path: Path) -> None:
     assert not path.exists()
     with pytest.raises(ConfigError, match="No run with a manager on this machine; running: none"):
         find_run(tmp_path)
+
+
+def test_runs_of_another_host_in_a_shared_folder_are_left_alone(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    path = write_run(structs.replace(run_info("far", pid=gone.pid), host="another-host"), tmp_path)
+    assert living_runs(tmp_path) == []
+    assert path.exists()
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:

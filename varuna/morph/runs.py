@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from varuna.errors import ConfigError
 
@@ -27,6 +28,7 @@ class RunInfo(Struct, frozen=True, kw_only=True):
         url: of its manager.
         token: the job's secret.
         pid: of its launcher.
+        host: of its launcher, by its own name.
         started_s: Unix time of its start.
         journal: path of its manager's journal; empty if that is on another machine.
     """
@@ -36,6 +38,7 @@ class RunInfo(Struct, frozen=True, kw_only=True):
     token: str
     pid: int
     started_s: float
+    host: str = field(default_factory=socket.gethostname)
     journal: str = ""
 
     def __repr__(self) -> str:
@@ -75,14 +78,19 @@ def find_run(cache_dir: Path, run_id: str = "") -> RunInfo:
 
 
 def living_runs(cache_dir: Path) -> list[RunInfo]:
-    """Runs whose launchers live, in the order in which they were started."""
-    runs = []
+    """Runs whose launchers live on this host, in the order in which they were started.
+
+    The folder may be one that other hosts share; theirs are left alone.
+    """
+    runs, here = [], socket.gethostname()
     for path in (cache_dir / "runs").glob("*.json"):
         with contextlib.suppress(FileNotFoundError):  # it ended just now
             try:
                 run = msgspec.json.decode(path.read_bytes(), type=RunInfo)
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{path} cannot be read: {error}. Remove it.") from error
+            if run.host != here:
+                continue
             if _is_alive(run.pid):
                 runs.append(run)
             else:
