@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from tests.plan.profiles import make_profile
 from varuna.cli import main
-from varuna.cli_plan import parse_bytes
+from varuna.cli.plan import parse_bytes
 from varuna.errors import ConfigError
 from varuna.plan.profile_file import read_plan, write_profile
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from varuna.cli import main
-from varuna.cli_hosts import environ_for
-from varuna.cli_scale import scale_environ
+from varuna.cli.hosts import environ_for
+from varuna.cli.scale import scale_environ
 from varuna.config_scale import SCALE_VARIABLES, ScaleConfig
 from varuna.errors import ConfigError
 

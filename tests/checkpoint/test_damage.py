@@ -14,7 +14,7 @@ from varuna.checkpoint.find import Checkpoint, find_checkpoint, with_newest
 from varuna.checkpoint.load import read_tensors
 from varuna.checkpoint.store import open_store
 from varuna.checkpoint.verify import problems_of
-from varuna.cli_checkpoint import checkpoint as command
+from varuna.cli.checkpoint import checkpoint as command
 from varuna.events import Notice
 
 

@@ -21,7 +21,7 @@ from varuna.checkpoint.save import Saver
 from varuna.checkpoint.shares import Share
 from varuna.checkpoint.store import open_store
 from varuna.checkpoint.values import JobState
-from varuna.cli_checkpoint import checkpoint as command
+from varuna.cli.checkpoint import checkpoint as command
 from varuna.errors import ConfigError
 from varuna.partition.ties import canonical_names
 

@@ -281,6 +281,6 @@ def test_hostile_state_is_an_error_and_runs_nothing(raw):
 def test_what_the_manager_and_the_command_use_imports_no_torch():
     modules = "commit find verify export shares store_file store_fsspec manifest retention names values layout"
     lines = [f"import varuna.checkpoint.{name}" for name in modules.split()]
-    code = "\n".join([*lines, "import varuna.cli_checkpoint, sys", "sys.exit('torch' in sys.modules)"])
+    code = "\n".join([*lines, "import varuna.cli.checkpoint, sys", "sys.exit('torch' in sys.modules)"])
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

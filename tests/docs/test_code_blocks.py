@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from varuna.cli import main
-from varuna.cli_sbatch import SbatchCommand
+from varuna.cli.sbatch import SbatchCommand
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted(

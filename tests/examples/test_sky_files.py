@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from varuna.cli_machines import agent, manager
+from varuna.cli.machines import agent, manager
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TELL = """#!{python}

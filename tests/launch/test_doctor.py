@@ -16,13 +16,20 @@ from click.testing import CliRunner, Result
 from tests.launch.jobs import PACKAGE_ROOT
 from tests.morph.serving import TOKEN, ServedManager, place
 from varuna import cli
-from varuna.launch.facts import Reach
-from varuna.launch.gather import address_towards, ask_manager, gather_facts, interfaces, look_at, reach
 from varuna.launch.hosts import HostLine
 from varuna.launch.orders import Header
-from varuna.launch.preflight_start import check_places
+from varuna.launch.preflight.facts import Reach
+from varuna.launch.preflight.gather import (
+    address_towards,
+    ask_manager,
+    gather_facts,
+    interfaces,
+    look_at,
+    reach,
+)
+from varuna.launch.preflight.start import check_places
+from varuna.launch.preflight.survey import survey
 from varuna.launch.remote import RemoteCommand
-from varuna.launch.survey import survey
 from varuna.versions import Versions, installed_versions
 
 SSH = """#!/bin/sh

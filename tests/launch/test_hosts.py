@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna.cli_hosts import address_facing, environ_for, parse_env_file
+from varuna.cli.hosts import address_facing, environ_for, parse_env_file
 from varuna.errors import ConfigError
 from varuna.launch.hosts import Changes, HostLine, changes, read_hosts
 from varuna.launch.orders import Header, encode_header

@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from varuna.cli import main
-from varuna.cli_machines import agent, manager
-from varuna.launch.k8s_job import K8sJob
-from varuna.launch.k8s_spot import SPOT_NODES
-from varuna.launch.k8s_yaml import to_yaml
+from varuna.cli.machines import agent, manager
+from varuna.launch.k8s.job import K8sJob
+from varuna.launch.k8s.spot import SPOT_NODES
+from varuna.launch.k8s.text import to_yaml
 
 VERSION = "1.37"
 TOKEN = "t" * 20

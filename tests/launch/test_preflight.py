@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from varuna.launch.facts import Interface, MachineFacts, ManagerFacts, Place, Reach
-from varuna.launch.preflight import Finding, findings_between, findings_of, stops
-from varuna.launch.preflight_network import nccl_interfaces
-from varuna.launch.preflight_text import render_findings
+from varuna.launch.preflight.facts import Interface, MachineFacts, ManagerFacts, Place, Reach
+from varuna.launch.preflight.findings import Finding, findings_between, findings_of, stops
+from varuna.launch.preflight.network import nccl_interfaces
+from varuna.launch.preflight.text import render_findings
 from varuna.versions import UNKNOWN, Versions
 
 GIB = 1 << 30

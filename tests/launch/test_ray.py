@@ -16,8 +16,8 @@ from tests.launch.jobs import wait_until
 from varuna.cli import main
 from varuna.errors import ConfigError
 from varuna.launch.orders import Header, Order, encode_header, encode_order
-from varuna.launch.ray_actor import Heard, NodeAgent
-from varuna.launch.ray_nodes import (
+from varuna.launch.ray.actor import Heard, NodeAgent
+from varuna.launch.ray.nodes import (
     PATIENCE_S,
     Follows,
     Node,
@@ -183,7 +183,7 @@ def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_help_imports_no_ray() -> None:
-    code = "import sys, varuna.cli, varuna.cli_ray; sys.exit('ray' in sys.modules)"
+    code = "import sys, varuna.cli, varuna.cli.ray; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

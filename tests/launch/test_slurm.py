@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from varuna.cli import main
-from varuna.cli_sbatch import Divided, divide
+from varuna.cli.sbatch import Divided, divide
 from varuna.errors import ConfigError
-from varuna.launch.slurm import (
+from varuna.launch.slurm.job import (
     JobInfo,
     Nodes,
     SlurmJob,
@@ -28,7 +28,7 @@ from varuna.launch.slurm import (
     read_nodes,
     task_of,
 )
-from varuna.launch.slurm_state import (
+from varuna.launch.slurm.state import (
     is_done,
     journal_s,
     known_min_workers,
@@ -39,7 +39,7 @@ from varuna.launch.slurm_state import (
     set_aside,
     tasks_started_s,
 )
-from varuna.launch.slurm_submit import read_job, write_job
+from varuna.launch.slurm.submit import read_job, write_job
 
 KNOWN = {"--slurm": False, "--nodes": True, "--workers": True, "-w": True, "-m": False, "--no-check": False}
 ODD = "two words, 'single', \"double\", $HOME, `id`, \\n é"

@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from varuna.launch.agent import Agent
-from varuna.launch.gather import address_towards, interfaces
 from varuna.launch.job import LocalJob, WorkerPlace
 from varuna.launch.launcher import SIGNALS, Launcher
 from varuna.launch.morphing import manager_environ
 from varuna.launch.notices import MachineNotices
 from varuna.launch.orders import LauncherOrders
 from varuna.launch.output import say
-from varuna.launch.preflight_network import interface_of
+from varuna.launch.preflight.gather import address_towards, interfaces
+from varuna.launch.preflight.network import interface_of
 from varuna.launch.processes import adopt_orphans
 from varuna.launch.protocol import Exited, StoreReady
 from varuna.launch.signals import SignalInbox

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from varuna.launch.preflight import Finding
+from varuna.launch.preflight.findings import Finding
 
 _MARKS = {"ok": "ok", "warning": "warning", "stops": "STOPS"}
 

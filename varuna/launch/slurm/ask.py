@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from varuna.errors import ConfigError
 from varuna.launch.output import say
-from varuna.launch.slurm import JobInfo, read_job_info, read_node_address
+from varuna.launch.slurm.job import JobInfo, read_job_info, read_node_address
 
 _TIMEOUT_S = 60.0
 _ANY_PORT = 9  # nothing is sent

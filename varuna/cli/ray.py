@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from varuna.cli_hosts import environ_for
-from varuna.cli_start import log_directory
+from varuna.cli.hosts import environ_for
+from varuna.cli.start import log_directory
 from varuna.config import MorphConfig
 from varuna.errors import ConfigError
 from varuna.launch.naming import new_run_id
 
 if TYPE_CHECKING:
-    from varuna.launch.ray_cluster import RayCluster
-    from varuna.launch.ray_nodes import Node
+    from varuna.launch.ray.cluster import RayCluster
+    from varuna.launch.ray.nodes import Node
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
@@ -92,11 +92,11 @@ def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
     """
     from varuna.launch.host import ManagerSettings
     from varuna.launch.orders import Header
-    from varuna.launch.ray_cluster import RayCluster
-    from varuna.launch.ray_fleet import RayJob, run_ray_fleet
-    from varuna.launch.ray_machine import RayCommand
-    from varuna.launch.ray_nodes import fewest_workers, needs_of, read_resources
-    from varuna.launch.slurm import read_nodes
+    from varuna.launch.ray.cluster import RayCluster
+    from varuna.launch.ray.fleet import RayJob, run_ray_fleet
+    from varuna.launch.ray.machine import RayCommand
+    from varuna.launch.ray.nodes import fewest_workers, needs_of, read_resources
+    from varuna.launch.slurm.job import read_nodes
     from varuna.morph.notices_signal import duration_from_env
 
     wanted = read_nodes(flags.nodes) if flags.nodes is not None else None
@@ -125,7 +125,7 @@ def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
 
 
 def _nodes_of(cluster: RayCluster) -> tuple[Node, ...]:
-    from varuna.launch.ray_cluster import RayTrouble
+    from varuna.launch.ray.cluster import RayTrouble
 
     try:
         return cluster.nodes()

@@ -11,7 +11,7 @@ import msgspec
 
 from varuna.errors import ConfigError
 from varuna.launch.host import TOKEN_NAME
-from varuna.launch.slurm import JOB_NAME, STATE_NAME, SlurmJob
+from varuna.launch.slurm.job import JOB_NAME, STATE_NAME, SlurmJob
 from varuna.launch.token import VARIABLE, keep_token
 
 

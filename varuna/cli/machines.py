@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from varuna.cli_checkpoint import checkpoint_environ, checkpoint_options
-from varuna.cli_scale import scale_environ, scale_options
-from varuna.cli_start import (
+from varuna.cli.checkpoint import checkpoint_environ, checkpoint_options
+from varuna.cli.scale import scale_environ, scale_options
+from varuna.cli.start import (
     check_script,
     default_workers,
     layout_of,
@@ -158,7 +158,7 @@ def agent(
     from varuna.launch.job import LocalJob
     from varuna.launch.machine import MachineJob, run_agent
     from varuna.launch.orders import LauncherOrders
-    from varuna.launch.preflight_start import check_places
+    from varuna.launch.preflight.start import check_places
     from varuna.launch.token import read_token
 
     orders = LauncherOrders() if from_launcher else None

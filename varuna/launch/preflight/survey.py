@@ -27,10 +27,10 @@ import msgspec
 from msgspec import Struct
 
 from varuna.errors import ConfigError
-from varuna.launch.facts import MachineFacts, Reach
-from varuna.launch.gather import gather_facts, reach
 from varuna.launch.hosts import HostLine
-from varuna.launch.preflight import Finding
+from varuna.launch.preflight.facts import MachineFacts, Reach
+from varuna.launch.preflight.findings import Finding
+from varuna.launch.preflight.gather import gather_facts, reach
 from varuna.launch.remote import UNREACHABLE, RemoteCommand, over_ssh
 
 _MARK = b"varuna-doctor "

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import click
 
-from varuna.cli_checkpoint import checkpoint_environ, checkpoint_options
-from varuna.cli_hosts import named_variables, parse_env_files
-from varuna.cli_start import layout_options
+from varuna.cli.checkpoint import checkpoint_environ, checkpoint_options
+from varuna.cli.hosts import named_variables, parse_env_files
+from varuna.cli.start import layout_options
 from varuna.errors import ConfigError
-from varuna.launch.k8s_job import K8sJob, Nodes, Resources, Toleration, Volume
-from varuna.launch.k8s_spot import SPOT_NODES
+from varuna.launch.k8s.job import K8sJob, Nodes, Resources, Toleration, Volume
+from varuna.launch.k8s.spot import SPOT_NODES
 from varuna.launch.token import VARIABLE, read_token
 
 _UP = click.IntRange(min=1)
@@ -127,8 +127,8 @@ def render(script: str, **given: Any) -> None:
     Keep it in a file, which has the job's token. `kubectl apply -f FILE` starts a manager with a volume for
     what it knows, and agents; `kubectl delete -f FILE` removes all of it.
     """
-    from varuna.launch.k8s import manifests
-    from varuna.launch.k8s_yaml import to_yaml
+    from varuna.launch.k8s.manifests import manifests
+    from varuna.launch.k8s.text import to_yaml
 
     click.echo(to_yaml(manifests(_job(script, **given))), nl=False)
 

@@ -1,4 +1,4 @@
-"""Looks at this machine for a preflight. Decides nothing: ``preflight.py`` does."""
+"""Looks at this machine for a preflight. Decides nothing: ``findings.py`` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from varuna.checkpoint.store import check_url, missing_package, shown_url
 from varuna.config import cache_dir
 from varuna.errors import ConfigError
 from varuna.launch.devices import visible_gpus
-from varuna.launch.facts import Interface, MachineFacts, ManagerFacts, Place, Reach
+from varuna.launch.preflight.facts import Interface, MachineFacts, ManagerFacts, Place, Reach
 from varuna.morph.client import RunClient
 from varuna.morph.client import check_url as host_in_url
 from varuna.morph.runs import RunInfo

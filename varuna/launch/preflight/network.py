@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from varuna.launch.facts import Interface, MachineFacts
+from varuna.launch.preflight.facts import Interface, MachineFacts
 
 Level = Literal["ok", "warning", "stops"]
 _SLOW_NAME_S = 2.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from varuna.cli_fleet import fleet_options, refuse_fleet_options, replay
+from varuna.cli.fleet import fleet_options, refuse_fleet_options, replay
 from varuna.errors import ConfigError
 
 if TYPE_CHECKING:

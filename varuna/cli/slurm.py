@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from varuna.cli_hosts import named_variables, parse_env_files
-from varuna.cli_sbatch import SbatchCommand, sbatch_options_of
+from varuna.cli.hosts import named_variables, parse_env_files
+from varuna.cli.sbatch import SbatchCommand, sbatch_options_of
 from varuna.errors import ConfigError
 from varuna.launch.naming import new_run_id
 
 if TYPE_CHECKING:
-    from varuna.launch.slurm import SlurmJob
+    from varuna.launch.slurm.job import SlurmJob
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -106,8 +106,8 @@ def run_on_slurm(flags: SlurmFlags, environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: a flag that cannot be, or Slurm does not want the job.
     """
-    from varuna.launch.slurm import SlurmJob, batch_script, read_nodes
-    from varuna.launch.slurm_submit import forget_job, write_job
+    from varuna.launch.slurm.job import SlurmJob, batch_script, read_nodes
+    from varuna.launch.slurm.submit import forget_job, write_job
     from varuna.morph.notices_signal import duration_from_env
 
     nodes = read_nodes(flags.nodes or "1")
@@ -153,8 +153,8 @@ def add(*, directory: Path, nodes: str, prints: bool) -> None:
 
     Options of sbatch are those of the job; others may be given, and win: --partition spot.
     """
-    from varuna.launch.slurm import batch_script, read_nodes
-    from varuna.launch.slurm_submit import read_job
+    from varuna.launch.slurm.job import batch_script, read_nodes
+    from varuna.launch.slurm.submit import read_job
 
     directory = directory.absolute()
     job = read_job(directory)
@@ -168,13 +168,13 @@ def add(*, directory: Path, nodes: str, prints: bool) -> None:
 @click.option("--founds", is_flag=True, help="The first task of the array runs the manager, too.")
 def task(*, directory: Path, founds: bool) -> None:
     """Be one machine of the job in DIRECTORY: what the batch script runs."""
-    from varuna.launch.slurm_task import run_task
+    from varuna.launch.slurm.task import run_task
 
     sys.exit(run_task(directory.absolute(), os.environ, founds=founds))
 
 
 def _hand_over(job: SlurmJob, directory: Path, stem: str, script: str, *, prints: bool) -> int:
-    from varuna.launch.slurm_submit import submit, write_script
+    from varuna.launch.slurm.submit import submit, write_script
 
     if prints:
         click.echo(script, nl=False)

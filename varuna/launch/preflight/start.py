@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from varuna.errors import ConfigError
-from varuna.launch.gather import places
 from varuna.launch.output import say
-from varuna.launch.preflight import place_for
+from varuna.launch.preflight.findings import place_for
+from varuna.launch.preflight.gather import places
 
 
 def check_places(environ: Mapping[str, str]) -> None:

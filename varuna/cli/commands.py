@@ -9,23 +9,23 @@ from typing import Any
 
 import click
 
-from varuna.cli_audit import audit
-from varuna.cli_checkpoint import checkpoint, checkpoint_environ, checkpoint_options
-from varuna.cli_doctor import doctor
-from varuna.cli_fleet import profiles
-from varuna.cli_hosts import HostsFlags, check_machine_flags, hosts_options, run_on_hosts
-from varuna.cli_k8s import k8s
-from varuna.cli_machines import agent, manager
-from varuna.cli_morph import events, preempt, status, workers
-from varuna.cli_plan import plan
-from varuna.cli_profile import profile
-from varuna.cli_ray import RayFlags, check_ray_flags, ray_options, run_on_ray
-from varuna.cli_replay import replay
-from varuna.cli_sbatch import SbatchCommand, sbatch_options_of
-from varuna.cli_scale import check_has_manager, scale_environ, scale_options
-from varuna.cli_simulate import simulate
-from varuna.cli_slurm import SlurmFlags, check_slurm_flags, run_on_slurm, slurm, slurm_options
-from varuna.cli_start import (
+from varuna.cli.audit import audit
+from varuna.cli.checkpoint import checkpoint, checkpoint_environ, checkpoint_options
+from varuna.cli.doctor import doctor
+from varuna.cli.fleet import profiles
+from varuna.cli.hosts import HostsFlags, check_machine_flags, hosts_options, run_on_hosts
+from varuna.cli.k8s import k8s
+from varuna.cli.machines import agent, manager
+from varuna.cli.morph import events, preempt, status, workers
+from varuna.cli.plan import plan
+from varuna.cli.profile import profile
+from varuna.cli.ray import RayFlags, check_ray_flags, ray_options, run_on_ray
+from varuna.cli.replay import replay
+from varuna.cli.sbatch import SbatchCommand, sbatch_options_of
+from varuna.cli.scale import check_has_manager, scale_environ, scale_options
+from varuna.cli.simulate import simulate
+from varuna.cli.slurm import SlurmFlags, check_slurm_flags, run_on_slurm, slurm, slurm_options
+from varuna.cli.start import (
     check_script,
     default_workers,
     layout_of,
@@ -35,7 +35,7 @@ from varuna.cli_start import (
     remove_if_empty,
     trace_environ,
 )
-from varuna.cli_timeline import timeline
+from varuna.cli.timeline import timeline
 from varuna.config import SCHEDULE_NAMES, MorphConfig, ProfileConfig
 from varuna.errors import ConfigError, UserError
 from varuna.launch.naming import new_run_id
@@ -151,7 +151,7 @@ def run(
     What follows SCRIPT belongs to it.
     """
     from varuna.launch import LocalJob, run_local
-    from varuna.launch.preflight_start import check_places
+    from varuna.launch.preflight.start import check_places
 
     layout = layout_of(stages, micro_batch_size, schedule, recompute, no_check)
     traced = trace_environ(trace, trace_steps)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from varuna.errors import ConfigError
-from varuna.launch import k8s_names as names
-from varuna.launch.k8s_spot import SPOT_NODES
+from varuna.launch.k8s import names
+from varuna.launch.k8s.spot import SPOT_NODES
 
 GRACE_S = 30
 """Kubernetes' own, and what a machine of its own has."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from varuna.cli_hosts import address_facing, environ_for
+from varuna.cli.hosts import address_facing, environ_for
 from varuna.errors import ConfigError
 
 if TYPE_CHECKING:
-    from varuna.launch.preflight import Finding
+    from varuna.launch.preflight.findings import Finding
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -48,10 +48,10 @@ def doctor(
 
     Nothing is started and nothing is changed. Exits with 1 if something would stop a job; warnings do not.
     """
-    from varuna.launch.gather import gather_facts
-    from varuna.launch.preflight import findings_of, stops
-    from varuna.launch.preflight_text import render_findings
-    from varuna.launch.survey import answer
+    from varuna.launch.preflight.findings import findings_of, stops
+    from varuna.launch.preflight.gather import gather_facts
+    from varuna.launch.preflight.survey import answer
+    from varuna.launch.preflight.text import render_findings
     from varuna.launch.token import read_token
     from varuna.morph.whereabouts import url_now
 
@@ -81,11 +81,11 @@ def _on_hosts(hosts: Path, address: str, checkpoint_url: str) -> tuple[Finding, 
     from msgspec.structs import replace
 
     from varuna.launch.fleet import hosts_in
-    from varuna.launch.gather import gather_facts
     from varuna.launch.orders import Header
-    from varuna.launch.preflight import findings_between, findings_of
+    from varuna.launch.preflight.findings import findings_between, findings_of
+    from varuna.launch.preflight.gather import gather_facts
+    from varuna.launch.preflight.survey import survey
     from varuna.launch.remote import RemoteCommand, default_ssh
-    from varuna.launch.survey import survey
 
     lines = hosts_in(hosts)
     own = address or address_facing([line.name for line in lines])

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from varuna.errors import ConfigError
-from varuna.launch.ray_actor import NodeAgent
-from varuna.launch.ray_nodes import Node, read_nodes
+from varuna.launch.ray.actor import NodeAgent
+from varuna.launch.ray.nodes import Node, read_nodes
 
 _CLIENT = "ray://"
 _AUTO = "auto"

@@ -20,9 +20,9 @@ from varuna.launch.machine import AWAY_CODE
 from varuna.launch.output import say
 from varuna.launch.processes import adopt_orphans
 from varuna.launch.signals import SignalInbox
-from varuna.launch.slurm import STATE_NAME, SlurmJob, Task, agent_command, begins_anew, comes_back, task_of
-from varuna.launch.slurm_ask import address_of, is_waited_for, job_info, requeue, running_jobs
-from varuna.launch.slurm_state import (
+from varuna.launch.slurm.ask import address_of, is_waited_for, job_info, requeue, running_jobs
+from varuna.launch.slurm.job import STATE_NAME, SlurmJob, Task, agent_command, begins_anew, comes_back, task_of
+from varuna.launch.slurm.state import (
     is_done,
     journal_s,
     known_min_workers,
@@ -33,7 +33,7 @@ from varuna.launch.slurm_state import (
     set_aside,
     tasks_started_s,
 )
-from varuna.launch.slurm_submit import read_job
+from varuna.launch.slurm.submit import read_job
 from varuna.launch.token import VARIABLE, read_token
 
 LEFT = 128 + signal.SIGTERM

@@ -11,9 +11,9 @@ import msgspec
 
 from varuna.launch.orders import Header, Order, encode_header, encode_order
 from varuna.launch.output import write_stderr, write_stdout
-from varuna.launch.ray_actor import Heard
-from varuna.launch.ray_cluster import NotNow, RayCluster, RayTrouble
-from varuna.launch.ray_nodes import Node, NodeNeeds, Placed
+from varuna.launch.ray.actor import Heard
+from varuna.launch.ray.cluster import NotNow, RayCluster, RayTrouble
+from varuna.launch.ray.nodes import Node, NodeNeeds, Placed
 
 
 @dataclass(frozen=True, kw_only=True)

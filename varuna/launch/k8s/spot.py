@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna.launch.k8s_yaml import Value
+from varuna.launch.k8s.text import Value
 
 
 @dataclass(frozen=True, kw_only=True)

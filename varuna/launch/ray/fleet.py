@@ -17,9 +17,9 @@ from varuna.launch.launcher import SIGNALS
 from varuna.launch.orders import Header, Order
 from varuna.launch.output import say
 from varuna.launch.processes import adopt_orphans
-from varuna.launch.ray_cluster import RayCluster, RayTrouble
-from varuna.launch.ray_machine import AgentEnd, RayCommand, RayMachine
-from varuna.launch.ray_nodes import PATIENCE_S, Node, NodeNeeds, Notice, bundles, follow, name_of
+from varuna.launch.ray.cluster import RayCluster, RayTrouble
+from varuna.launch.ray.machine import AgentEnd, RayCommand, RayMachine
+from varuna.launch.ray.nodes import PATIENCE_S, Node, NodeNeeds, Notice, bundles, follow, name_of
 from varuna.launch.signals import SignalInbox
 from varuna.launch.token import keep_token
 

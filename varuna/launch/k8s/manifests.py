@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from varuna.launch.k8s_job import POD_VARIABLE, SHARED_MEMORY, K8sJob, check
-from varuna.launch.k8s_spot import SPOT_NODES
-from varuna.launch.k8s_yaml import Value
+from varuna.launch.k8s.job import POD_VARIABLE, SHARED_MEMORY, K8sJob, check
+from varuna.launch.k8s.spot import SPOT_NODES
+from varuna.launch.k8s.text import Value
 from varuna.launch.machine import AWAY_CODE
 
 Block: TypeAlias = Mapping[str, Value]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from varuna.launch.facts import MachineFacts, Place
-from varuna.launch.preflight_network import Level, Said, network
+from varuna.launch.preflight.facts import MachineFacts, Place
+from varuna.launch.preflight.network import Level, Said, network
 from varuna.versions import UNKNOWN, Versions, must_be_equal, refusal_of_versions
 
 _GIB = 1 << 30

@@ -1,0 +1,1 @@
+"""A job on Kubernetes: its manifests."""

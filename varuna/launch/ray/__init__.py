@@ -1,0 +1,1 @@
+"""A job on the nodes of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""A job under Slurm: an array of machines."""
