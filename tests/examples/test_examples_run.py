@@ -142,7 +142,8 @@ def test_the_ported_trainer_script_does_what_it_did(tmp_path: Path) -> None:
     )
     losses = [float(re.findall(r"validation loss (\d+\.\d+)", told)[0]) for told in (before, after)]
     print(f"validation loss: {losses[0]} by the Trainer, {losses[1]} by Varuna")
-    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    # the Trainer divides by all labels of a sample, also the first, which nothing predicts
+    assert losses[1] == pytest.approx(losses[0] * 64 / 63, rel=0.01)
 
     from transformers import AutoModelForCausalLM
 
