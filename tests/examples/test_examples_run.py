@@ -24,11 +24,11 @@ TRAINER = REPOSITORY / "docs" / "guides" / "trainer"
 VARUNA = str(Path(sys.executable).with_name("varuna"))
 
 
-def run(folder: Path, *words: object, num_threads: int = 1) -> str:
+def run(folder: Path, *words: object) -> str:
     """Output of a command that ends well; both streams."""
     environ = {
         **os.environ,
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": "1",
         "VARUNA_CACHE_DIR": str(folder / "varuna"),
         "HF_HUB_OFFLINE": "1",
     }
@@ -54,7 +54,7 @@ def test_gpt_reaches_the_loss_of_its_twin(tmp_path: Path) -> None:
     told = run(tmp_path, VARUNA, "run", "--workers", 2, EXAMPLES / "gpt.py")
     assert "--- the model writes ---\nThe " in told
     assert re.search(r"Validation after step 120: loss 4\.\d+, perplexity \d+", told)
-    run(tmp_path, sys.executable, EXAMPLES / "gpt_plain.py", num_threads=2)
+    run(tmp_path, sys.executable, EXAMPLES / "gpt_plain.py")
     mine = summary_of(tmp_path / "runs" / "gpt")["validation_losses"]["120"]
     twin = summary_of(tmp_path / "runs" / "gpt-plain")["validation_losses"]["120"]
     print(f"validation loss: {mine:.4f} with Varuna, {twin:.4f} without, {mine / twin - 1:+.2%}")
@@ -134,9 +134,7 @@ def test_the_ported_trainer_script_does_what_it_did(tmp_path: Path) -> None:
         sys.path.remove(str(EXAMPLES))
     make_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n\n".join(find_corpus(None, 600_000).documents)[:300_000])
-    before = run(
-        tmp_path, sys.executable, TRAINER / "before.py", "model", "text.txt", "--output", "a", num_threads=2
-    )
+    before = run(tmp_path, sys.executable, TRAINER / "before.py", "model", "text.txt", "--output", "a")
     after = run(
         tmp_path, VARUNA, "run", "--workers", 2, TRAINER / "after.py", "model", "text.txt", "--output", "b"
     )
