@@ -42,7 +42,11 @@ from varuna.run.startup import is_on_meta
 from varuna.run.undisturbed import drop_gradients, placed, undisturbed
 
 BUDGET_S = 6.0
-"""Seconds that measuring may take; small models need far less."""
+"""Seconds that measuring may take; small models need far less. On a CPU they are this process's own: on a busy
+machine fewer sizes would be measured otherwise, and none that is not measured can be chosen."""
+
+_MOST_DELAY = 4
+"""But all together not longer than so many times that."""
 
 _LEAST_GAIN = 0.03
 """Twice the micro-batch size must raise throughput by this share, or the next larger one is the last measured:
@@ -151,7 +155,7 @@ def _measure(
     request: MeasureRequest, indices: Sequence[int], kinds: Sequence[int], budget_s: float
 ) -> list[KindCosts]:
     """Sections ``indices`` (neighbours) at every micro-batch size that is worth it."""
-    budget = _Budget(budget_s)
+    budget = _Budget(budget_s, time.process_time if request.device.type == "cpu" else time.monotonic)
     found: dict[int, dict[int, _Samples]] = {}
     limit_bytes = _MEMORY_SHARE * request.memory_bytes
     for size in _sizes(request):
@@ -204,7 +208,7 @@ def _measure_size(
         device=request.device,
     )
     batch = _batch(request, chain.sections[0], size)
-    started_s = time.monotonic()
+    started_s = budget.clock()
     if budget.num_sizes == 0:  # libraries start up, gradients come to be
         timed_pass(chain, batch, [SectionTimes() for _ in indices])
     sizes = weighed_pass(chain, batch)
@@ -219,7 +223,7 @@ def _measure_size(
         if budget.wants_split(len(times[0].forward_s)):
             for index, kept in split_pass(chain, batch, split, times).items():
                 sizes[index].weight_bytes = kept
-    budget.end_size(time.monotonic() - started_s)
+    budget.end_size(budget.clock() - started_s)
     found: dict[int, _Samples] = {}
     for index, taken, held in zip(indices, times, sizes, strict=True):
         samples = found.setdefault(kinds[index], _Samples())
@@ -264,27 +268,29 @@ def _made_up(value: ValueSpec, num_samples: int, device: torch.device) -> Tensor
 class _Budget:
     """Shares out the seconds of one chain: a few passes per size, fewer where they are slow."""
 
-    def __init__(self, total_s: float) -> None:
+    def __init__(self, total_s: float, clock: Callable[[], float]) -> None:
         self.num_sizes = 0
+        self.clock = clock
         self._total_s = total_s
-        self._started_s = time.monotonic()
+        self._last_s = time.monotonic() + _MOST_DELAY * total_s
+        self._started_s = clock()
         self._size_started_s = self._started_s
         self._last_size_s = 0.0
 
     def begin_size(self) -> None:
         """The timed passes of one size begin."""
-        self._size_started_s = time.monotonic()
+        self._size_started_s = self.clock()
 
     def wants_pass(self, num_done: int) -> bool:
         """Whether one more pass is to be timed."""
-        spent_s = time.monotonic() - self._size_started_s
+        spent_s = self.clock() - self._size_started_s
         if num_done < 2:
             return num_done == 0 or spent_s < self._total_s / 4
         return num_done < _MOST_PASSES and spent_s < self._total_s / 12
 
     def wants_split(self, num_done: int) -> bool:
         """Whether backward in two parts is to be timed after this pass; once if time is short."""
-        return num_done <= (4 if time.monotonic() - self._size_started_s < self._total_s / 40 else 1)
+        return num_done <= (4 if self.clock() - self._size_started_s < self._total_s / 40 else 1)
 
     def end_size(self, took_s: float) -> None:
         """A size is done, everything included."""
@@ -295,8 +301,8 @@ class _Budget:
         """Whether there is time for twice the last size; two sizes are always measured."""
         if self.num_sizes < 2:
             return True
-        spent_s = time.monotonic() - self._started_s
-        return spent_s + 2 * self._last_size_s < self._total_s
+        spent_s = self.clock() - self._started_s
+        return spent_s + 2 * self._last_size_s < self._total_s and time.monotonic() < self._last_s
 
 
 def _is_worthwhile(
