@@ -16,10 +16,11 @@ def test_a_manager_moves_while_the_job_runs(jobs: Warm, tmp_path: Path, cache: P
     (cache / "captures").mkdir(exist_ok=True)
     cluster = Cluster(jobs, tmp_path, captures=cache / "captures", limit=6)
     try:
+        url = cluster.url  # once it is known, the token's file is there, too
         for name in ("a", "b"):
             start(cluster, name)
         cluster.steps_done(5)
-        members, url = cluster.members(), cluster.url
+        members = cluster.members()
         cluster.signal("manager", signal.SIGKILL)
         cluster.join("manager")
         cluster.limit(20)
