@@ -40,6 +40,7 @@ test-all: setup
 
 # Launchers against the real services (Slurm, Ray) on this machine; installs what is missing.
 test-services: setup
+	scripts/test-packages.sh
 	scripts/test-services.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	TORCH="$(TORCH)" $(BIN)/python -m pytest -m services

@@ -154,6 +154,7 @@ def test_the_file_is_edited_while_the_job_runs(start: Start, tmp_path: Path, the
     assert set(odd) == {f"{ODD}an argument|'quoted'"}
 
 
+@pytest.mark.services
 def test_a_machine_is_lost_whose_ssh_does_not_know_it(start: Start, there: Machines) -> None:
     """F61: no exit code says so, for ssh still waits; that nothing is heard of its workers does."""
     hosts = start("alpha workers=2", "beta workers=2")
@@ -182,6 +183,7 @@ def test_an_exit_code_comes_back_and_nothing_is_left(start: Start) -> None:
     assert hosts.is_empty()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_command(start: Start, signum: signal.Signals) -> None:
     """F68."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 SMALL = {
     "--layers": 2, "--width": 64, "--heads": 2, "--seq-length": 32, "--vocab-size": 300, "--batch-size": 32,
@@ -15,6 +17,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.examples
 def test_the_loss_goes_on(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog lay on the rug. " * 2000)
     arguments = ["--data", str(tmp_path / "text.txt"), *(str(word) for item in SMALL.items() for word in item)]
