@@ -11,7 +11,7 @@ after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,22 +45,40 @@ def reduced_s(
     tails = _Tails(plan, profile, speeds)
     reductions = [*_of_sections(plan, profile, tails, end_s), *_of_ties(plan, profile, tails, end_s)]
     machine_of = np.asarray(machines)
-    crossing = np.zeros((2, max(machines) + 1))
-    for tied, workers in {(reduction.tied, tuple(reduction.workers.tolist())) for reduction in reductions}:
-        used = np.unique(machine_of[list(workers)])
-        if len(used) > 1:
-            crossing[int(tied), used] += 1
-    present = np.unique([worker for reduction in reductions for worker in reduction.workers.tolist()])
-    crossing = np.minimum(crossing, np.bincount(machine_of[present.astype(int)], minlength=crossing.shape[1]))
+    groups = {id(reduction.workers): reduction for reduction in reductions}
+    slowdowns = _slowdowns(profile, list(groups.values()), machine_of)
+    slowdown_of = dict(zip(groups, slowdowns, strict=True))
     free_s = np.zeros_like(end_s)
     for reduction in sorted(reductions, key=lambda reduction: float(reduction.ready_s.max())):
         ready_s = reduction.ready_s if profile.reduces_beside else end_s[reduction.workers]
         start_s = max(float(ready_s.max()), float(free_s[reduction.workers].max()))
-        duration_s = _duration_s(
-            profile, reduction, machine_of[reduction.workers], crossing[int(reduction.tied)]
-        )
-        free_s[reduction.workers] = start_s + duration_s
+        slowdown = slowdown_of[id(reduction.workers)]
+        free_s[reduction.workers] = start_s + _duration_s(profile, reduction, slowdown)
     return np.maximum(free_s, end_s)
+
+
+def _slowdowns(profile: Profile, groups: Sequence[_Reduction], machine_of: Ints) -> list[float | None]:
+    """Per group of workers, how much longer its all-reduces take for others that leave its machines; None on one.
+
+    A machine's workers cannot be in more all-reduces at a time than they are.
+    """
+    crossing = np.zeros((2, int(machine_of.max()) + 1))
+    present = np.zeros(len(machine_of), dtype=bool)
+    used = [np.unique(machine_of[group.workers]) for group in groups]
+    seen: set[tuple[int, ...]] = set()
+    for group, machines in zip(groups, used, strict=True):
+        present[group.workers] = True
+        workers = (int(group.tied), *group.workers.tolist())
+        if len(machines) > 1 and workers not in seen:
+            crossing[int(group.tied), machines] += 1
+        seen.add(workers)
+    crossing = np.minimum(crossing, np.bincount(machine_of[present], minlength=crossing.shape[1]))
+    link = profile.across_machines
+    ratio = link.bytes_per_s / link.shared_bytes_per_s if link.shared_bytes_per_s > 0 else 0.0
+    return [
+        None if len(machines) == 1 else max(1.0, float(crossing[int(group.tied), machines].max()) * ratio)
+        for group, machines in zip(groups, used, strict=True)
+    ]
 
 
 class _Tails:
@@ -76,14 +94,19 @@ class _Tails:
         self._last = len(plan.pipelines) - 1  # has the short micro-batch
         self._speeds = np.asarray(speeds)
 
-    def of(self, stages: Sequence[StageSpec], section_index: int) -> Floats:
-        """Seconds that the sections before one take in each pipeline's last task; a stage for each pipeline."""
-        firsts = [stage.first_section for stage in stages]
-        seconds = self._before_s[0, section_index] - self._before_s[0, firsts]
-        short = self._before_s[1, section_index] - self._before_s[1, firsts[-1]]
-        seconds[self._last] = short
-        tails: Floats = seconds / self._speeds[[stage.worker_index for stage in stages]]
-        return tails
+    def of(self, stages: Sequence[StageSpec]) -> Callable[[int], Floats]:
+        """Seconds that the sections before a given one take in each pipeline's last task, a stage for each."""
+        start_s = self._before_s[0, [stage.first_section for stage in stages]]
+        start_s[self._last] = self._before_s[1, stages[-1].first_section]
+        speeds = self._speeds[[stage.worker_index for stage in stages]]
+
+        def before(section_index: int) -> Floats:
+            seconds = self._before_s[0, section_index] - start_s
+            seconds[self._last] = self._before_s[1, section_index] - start_s[self._last]
+            tails: Floats = seconds / speeds
+            return tails
+
+        return before
 
 
 def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
@@ -97,11 +120,12 @@ def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> 
     for end in sorted({stage.end_section for pipeline in plan.pipelines for stage in pipeline.stages}):
         stages = _stages_at(plan, first)
         workers = np.array([stage.worker_index for stage in stages])
+        own_end_s, before = end_s[workers], tails.of(stages)
         waiting = 0.0
         for index in range(end - 1, first - 1, -1):
             waiting += max(0.0, profile.sections[index].gradient_bytes - tied[index])
             if waiting >= BUCKET_BYTES or (index == first and waiting > 0):
-                yield _Reduction(workers, waiting, end_s[workers] - tails.of(stages, index), tied=False)
+                yield _Reduction(workers, waiting, own_end_s - before(index), tied=False)
                 waiting = 0.0
         first = end
 
@@ -111,7 +135,7 @@ def _of_ties(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iter
         ready_s: dict[int, float] = {}
         for index in sorted(tie.section_indices, reverse=True):  # backward comes to the first one last
             stages = _stages_at(plan, index)
-            for stage, tail_s in zip(stages, tails.of(stages, index).tolist(), strict=True):
+            for stage, tail_s in zip(stages, tails.of(stages)(index).tolist(), strict=True):
                 ready_s[stage.worker_index] = float(end_s[stage.worker_index]) - tail_s
         if len(ready_s) > 1:
             yield _Reduction(
@@ -127,13 +151,9 @@ def _stages_at(plan: Plan, section_index: int) -> list[StageSpec]:
     ]
 
 
-def _duration_s(profile: Profile, reduction: _Reduction, machines: Ints, crossing: Floats) -> float:
+def _duration_s(profile: Profile, reduction: _Reduction, slowdown: float | None) -> float:
     """Several buckets of full size one after the other, or one."""
-    across = bool((machines != machines[0]).any())
     num_buckets = max(1.0, reduction.num_bytes / BUCKET_BYTES)
     num_bytes = reduction.num_bytes / num_buckets
-    seconds = num_buckets * all_reduce_s(profile, len(reduction.workers), num_bytes, across)
-    link = profile.across_machines
-    if across and link.shared_bytes_per_s > 0:
-        seconds *= max(1.0, float(crossing[machines].max()) * link.bytes_per_s / link.shared_bytes_per_s)
-    return seconds
+    seconds = num_buckets * all_reduce_s(profile, len(reduction.workers), num_bytes, slowdown is not None)
+    return seconds * (slowdown or 1.0)
