@@ -58,7 +58,7 @@ def reduced_s(
 
 
 def _slowdowns(profile: Profile, groups: Sequence[_Reduction], machine_of: Ints) -> list[float | None]:
-    """Per group of workers, how much longer its all-reduces take for others that leave its machines; None on one.
+    """Per group, how much longer its all-reduces take for others that leave its machines; None if it is on one.
 
     A machine's workers cannot be in more all-reduces at a time than they are.
     """
