@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,23 @@ import click
 from varuna.cli.audit import audit
 from varuna.cli.checkpoint import checkpoint, checkpoint_environ, checkpoint_options
 from varuna.cli.doctor import doctor
+from varuna.cli.elsewhere import ElsewhereFlags
 from varuna.cli.fleet import profiles
-from varuna.cli.hosts import HostsFlags, check_machine_flags, hosts_options, run_on_hosts
+from varuna.cli.hosts import check_machine_flags, hosts_options, run_on_hosts
 from varuna.cli.k8s import k8s
 from varuna.cli.machines import agent, manager
 from varuna.cli.morph import events, preempt, status, workers
 from varuna.cli.plan import plan
 from varuna.cli.profile import profile
-from varuna.cli.ray import RayFlags, check_ray_flags, ray_options, run_on_ray
+from varuna.cli.ray import check_ray_flags, ray_options, run_on_ray
 from varuna.cli.replay import replay
 from varuna.cli.sbatch import SbatchCommand, sbatch_options_of
 from varuna.cli.scale import check_has_manager, scale_environ, scale_options
 from varuna.cli.simulate import simulate
-from varuna.cli.slurm import SlurmFlags, check_slurm_flags, run_on_slurm, slurm, slurm_options
+from varuna.cli.slurm import check_slurm_flags, run_on_slurm, slurm, slurm_options
 from varuna.cli.start import (
     check_script,
+    check_stages,
     default_workers,
     layout_of,
     layout_options,
@@ -37,7 +40,7 @@ from varuna.cli.start import (
 )
 from varuna.cli.timeline import timeline
 from varuna.config import SCHEDULE_NAMES, MorphConfig, ProfileConfig
-from varuna.errors import ConfigError, UserError
+from varuna.errors import UserError
 from varuna.launch.naming import new_run_id
 
 _UP = click.IntRange(min=1)
@@ -163,26 +166,9 @@ def run(
     elsewhere = {"--hosts": hosts, "--ray": ray_address, "--slurm": on_slurm}
     check_machine_flags(elsewhere, address=address, env=env, env_files=env_files, morphs=morphs)
     morph = MorphConfig.from_env(os.environ, morphs, replaces)
-    if hosts is not None:
+    if any(elsewhere.values()):
         check_script(script, is_module)
-        flags = HostsFlags(
-            hosts=hosts,
-            address=address,
-            env=env,
-            env_files=env_files,
-            environ={**layout.to_env(), **traced, **saved, **profiled},
-            workers=workers,
-            log_dir=log_directory(log_dir, new_run_id(script)),
-            replaces=replaces,
-            agent=("--show", show, *(("-m",) if is_module else ()), script, *arguments),
-        )
-        sys.exit(run_on_hosts(flags, {**os.environ, **scaled}))
-    if ray_address is not None:
-        check_script(script, is_module)
-        ray_flags = RayFlags(
-            ray=ray_address,
-            nodes=nodes,
-            resources=ray_resources,
+        flags = ElsewhereFlags(
             address=address,
             env=env,
             env_files=env_files,
@@ -193,29 +179,16 @@ def run(
             agent=("--show", show, *(("-m",) if is_module else ())),
             script=(script, *arguments),
         )
-        sys.exit(run_on_ray(ray_flags, {**os.environ, **scaled}))
-    if on_slurm:
-        check_script(script, is_module)
-        slurm_flags = SlurmFlags(
-            nodes=nodes,
-            sbatch=sbatch_options_of(click.get_current_context()),
-            prints=prints,
-            env=env,
-            env_files=env_files,
-            environ={**layout.to_env(), **traced, **saved, **profiled, **scaled},
-            workers=workers,
-            log_dir=log_dir,
-            replaces=replaces,
-            agent=("--show", show, *(("-m",) if is_module else ()), script, *arguments),
-            script=script,
-        )
-        sys.exit(run_on_slurm(slurm_flags, os.environ))
+        environ = {**os.environ, **scaled}
+        if hosts is not None:
+            sys.exit(run_on_hosts(hosts, flags, environ))
+        if ray_address is not None:
+            sys.exit(run_on_ray(ray_address, flags, environ, nodes=nodes, resources=ray_resources))
+        sbatch = sbatch_options_of(click.get_current_context())
+        flags = replace(flags, environ={**flags.environ, **scaled})
+        sys.exit(run_on_slurm(flags, os.environ, nodes=nodes, sbatch=sbatch, prints=prints))
     num_workers = workers if workers is not None else default_workers()
-    if layout.num_stages is not None and layout.num_stages > num_workers:
-        raise ConfigError(
-            f"{layout.num_stages} stages need as many workers, and there are {num_workers}. Use --workers "
-            f"{layout.num_stages} or more, or fewer stages."
-        )
+    check_stages(layout, num_workers)
     check_script(script, is_module)
     check_has_manager(scaled, has_manager=morph is not None and num_workers > 1)
     check_places({**os.environ, **saved})

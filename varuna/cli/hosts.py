@@ -7,15 +7,17 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import click
 
+from varuna.cli.elsewhere import ElsewhereFlags
+from varuna.cli.start import log_directory
 from varuna.config import MorphConfig
 from varuna.config_scale import SCALE_VARIABLES
 from varuna.errors import ConfigError
+from varuna.launch.naming import new_run_id
 
 _FORWARDED = ("VARUNA_", "NCCL_", "GLOO_", "OMP_", "PYTHON", "TORCH_", "CUDA_", "HF_")
 _NOT_FORWARDED = (
@@ -92,48 +94,21 @@ def check_machine_flags(
         raise ConfigError(f"--no-morph is for one machine; {given[0]} is for machines that come and go.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostsFlags:
-    """What `varuna run` was given besides the script.
-
-    Attributes:
-        hosts: the file.
-        address: of this machine, as the others reach it; empty to find out.
-        env: ``NAME=VALUE``, or ``NAME`` for the value that it has here.
-        env_files: files of such lines.
-        environ: what other flags of `varuna run` mean to workers.
-        workers: a machine; None leaves it to the file, or the machine.
-        log_dir: gets logs and what the manager knows.
-        replaces: a new worker for each one that is lost.
-        agent: flags of ``varuna agent``, the script and its arguments.
-    """
-
-    hosts: Path
-    address: str
-    env: Sequence[str]
-    env_files: Sequence[Path]
-    environ: Mapping[str, str]
-    workers: int | None
-    log_dir: Path
-    replaces: bool | None
-    agent: Sequence[str]
-
-
-def run_on_hosts(flags: HostsFlags, environ: Mapping[str, str]) -> int:
-    """Run it; returns the exit code."""
+def run_on_hosts(hosts: Path, flags: ElsewhereFlags, environ: Mapping[str, str]) -> int:
+    """Run it on the machines of a file; returns the exit code."""
     from varuna.launch.fleet import FleetJob, hosts_in, run_fleet
     from varuna.launch.host import ManagerSettings
     from varuna.launch.orders import Header
     from varuna.launch.remote import RemoteCommand, default_ssh
     from varuna.morph.notices_signal import duration_from_env
 
-    lines = hosts_in(flags.hosts)
+    lines = hosts_in(hosts)
     morph = MorphConfig.from_env(environ, True, flags.replaces)
     assert morph is not None
     settings = ManagerSettings(
         host=flags.address or address_facing([line.name for line in lines]),
         port=0,
-        state_dir=flags.log_dir,
+        state_dir=log_directory(flags.log_dir, new_run_id(flags.script[0])),
         min_workers=1,
         settle_s=duration_from_env("VARUNA_SETTLE_S", environ.get("VARUNA_SETTLE_S") or "10"),
         morph=morph,
@@ -143,10 +118,10 @@ def run_on_hosts(flags: HostsFlags, environ: Mapping[str, str]) -> int:
         ssh=default_ssh(environ.get("VARUNA_SSH", "")),
         directory=os.getcwd(),
         python=environ.get("VARUNA_REMOTE_PYTHON") or sys.executable,
-        agent=(*workers, *flags.agent),
+        agent=(*workers, *flags.agent, *flags.script),
         header=Header(token="", environ={**environ_for(flags.env, flags.env_files, environ), **flags.environ}),
     )
-    return run_fleet(FleetJob(hosts=flags.hosts, settings=settings, command=command), environ)
+    return run_fleet(FleetJob(hosts=hosts, settings=settings, command=command), environ)
 
 
 def environ_for(env: Sequence[str], env_files: Sequence[Path], environ: Mapping[str, str]) -> dict[str, str]:

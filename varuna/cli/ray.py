@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from varuna.cli.elsewhere import ElsewhereFlags
 from varuna.cli.hosts import environ_for
 from varuna.cli.start import log_directory
 from varuna.config import MorphConfig
@@ -52,40 +52,17 @@ def check_ray_flags(address: str | None, resources: str | None, hosts: Path | No
         raise ConfigError(f"--ray-resources {resources} is about a Ray cluster. Add --ray ADDRESS.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayFlags:
-    """What `varuna run` was given besides the script.
+def run_on_ray(
+    ray: str, flags: ElsewhereFlags, environ: Mapping[str, str], *, nodes: str | None, resources: str | None
+) -> int:
+    """Run it on the nodes of a Ray cluster; returns the exit code.
 
-    Attributes:
+    Args:
         ray: the cluster's address.
+        flags: what is run.
+        environ: of this process.
         nodes: how many, ``4`` or ``2-8``; None for all.
         resources: to reserve on each node; None for the usual.
-        address: of this machine, as the others reach it; empty for the one by which Ray knows it.
-        env, env_files: variables for nodes; see ``HostsFlags``.
-        environ: what other flags of `varuna run` mean to workers.
-        workers: a node; None leaves it to what is reserved.
-        log_dir: gets logs and what the manager knows; None for a new one.
-        replaces: a new worker for each one that is lost.
-        agent: flags of ``varuna agent``.
-        script: the script and its arguments.
-    """
-
-    ray: str
-    nodes: str | None
-    resources: str | None
-    address: str
-    env: Sequence[str]
-    env_files: Sequence[Path]
-    environ: Mapping[str, str]
-    workers: int | None
-    log_dir: Path | None
-    replaces: bool | None
-    agent: Sequence[str]
-    script: Sequence[str]
-
-
-def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
-    """Run it; returns the exit code.
 
     Raises:
         ConfigError: a flag that cannot be, Ray is not installed, or there is no such cluster.
@@ -99,21 +76,21 @@ def run_on_ray(flags: RayFlags, environ: Mapping[str, str]) -> int:
     from varuna.launch.slurm.job import read_nodes
     from varuna.morph.notices_signal import duration_from_env
 
-    wanted = read_nodes(flags.nodes) if flags.nodes is not None else None
-    reserved = read_resources(flags.resources) if flags.resources is not None else None
+    wanted = read_nodes(nodes) if nodes is not None else None
+    reserved = read_resources(resources) if resources is not None else None
     morph = MorphConfig.from_env(environ, True, flags.replaces)
     assert morph is not None
     header = Header(token="", environ={**environ_for(flags.env, flags.env_files, environ), **flags.environ})
     settle_s = duration_from_env("VARUNA_SETTLE_S", environ.get("VARUNA_SETTLE_S") or "10")
-    cluster = RayCluster(flags.ray)
+    cluster = RayCluster(ray)
     try:
-        nodes = _nodes_of(cluster)
-        needs = needs_of(reserved, flags.workers, wanted.most if wanted else None, nodes)
+        present = _nodes_of(cluster)
+        needs = needs_of(reserved, flags.workers, wanted.most if wanted else None, present)
         settings = ManagerSettings(
             host=flags.address or cluster.here,
             port=0,
             state_dir=log_directory(flags.log_dir, new_run_id(flags.script[0])),
-            min_workers=fewest_workers(needs, nodes, wanted.least) if wanted else 1,
+            min_workers=fewest_workers(needs, present, wanted.least) if wanted else 1,
             settle_s=settle_s,
             morph=morph,
         )

@@ -6,12 +6,12 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from varuna.cli.elsewhere import ElsewhereFlags
 from varuna.cli.hosts import named_variables, parse_env_files
 from varuna.cli.sbatch import SbatchCommand, sbatch_options_of
 from varuna.errors import ConfigError
@@ -49,36 +49,6 @@ def slurm_options(command: _Command) -> _Command:
     return command
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmFlags:
-    """What `varuna run` was given besides the script.
-
-    Attributes:
-        nodes: how many machines; None for one.
-        sbatch: options of sbatch.
-        prints: the script, instead of submitting it.
-        env, env_files: variables; see ``HostsFlags``.
-        environ: what other flags of `varuna run` mean to workers.
-        workers: a machine; None for one per GPU.
-        log_dir: the job's directory; None for a new one here.
-        replaces: a new worker for each one that is lost.
-        agent: flags of ``varuna agent``, the script and its arguments.
-        script: the script.
-    """
-
-    nodes: str | None
-    sbatch: Sequence[str]
-    prints: bool
-    env: Sequence[str]
-    env_files: Sequence[Path]
-    environ: Mapping[str, str]
-    workers: int | None
-    log_dir: Path | None
-    replaces: bool | None
-    agent: Sequence[str]
-    script: str
-
-
 def check_slurm_flags(on_slurm: bool, nodes: str | None, prints: bool, elsewhere: Mapping[str, object]) -> None:
     """Raise ``ConfigError`` for flags that mean nothing together.
 
@@ -100,8 +70,17 @@ def check_slurm_flags(on_slurm: bool, nodes: str | None, prints: bool, elsewhere
         raise ConfigError("--print is about Slurm. Add --slurm.")
 
 
-def run_on_slurm(flags: SlurmFlags, environ: Mapping[str, str]) -> int:
+def run_on_slurm(
+    flags: ElsewhereFlags, environ: Mapping[str, str], *, nodes: str | None, sbatch: Sequence[str], prints: bool
+) -> int:
     """Submit it, or print the script; returns the exit code.
+
+    Args:
+        flags: what is run; ``log_dir`` is the job's directory.
+        environ: of this process.
+        nodes: how many machines, ``4`` or ``2-8``; None for one.
+        sbatch: options of sbatch.
+        prints: the script, instead of submitting it.
 
     Raises:
         ConfigError: a flag that cannot be, or Slurm does not want the job.
@@ -110,30 +89,30 @@ def run_on_slurm(flags: SlurmFlags, environ: Mapping[str, str]) -> int:
     from varuna.launch.slurm.submit import forget_job, write_job
     from varuna.morph.notices_signal import duration_from_env
 
-    nodes = read_nodes(flags.nodes or "1")
-    name = new_run_id(flags.script)
+    wanted = read_nodes(nodes or "1")
+    name = new_run_id(flags.script[0])
     directory = (flags.log_dir or Path(f"slurm-{name}")).absolute()
     job = SlurmJob(
         name=name,
         directory=os.getcwd(),
         python=environ.get("VARUNA_REMOTE_PYTHON") or sys.executable,
         srun=tuple(shlex.split(environ.get("VARUNA_SRUN", ""))) or ("srun",),
-        agent=tuple(flags.agent),
+        agent=(*flags.agent, *flags.script),
         environ={
             **parse_env_files(flags.env_files),
             **named_variables(flags.env, environ),
             **flags.environ,
         },
-        sbatch=tuple(flags.sbatch),
-        min_nodes=nodes.least,
+        sbatch=tuple(sbatch),
+        min_nodes=wanted.least,
         workers=flags.workers,
         replaces=flags.replaces,
         settle_s=duration_from_env("VARUNA_SETTLE_S", environ.get("VARUNA_SETTLE_S") or "10"),
     )
-    script = batch_script(job, directory, flags.sbatch, nodes.most, founds=True)
+    script = batch_script(job, directory, sbatch, wanted.most, founds=True)
     write_job(job, directory)
     try:
-        return _hand_over(job, directory, "job", script, prints=flags.prints)
+        return _hand_over(job, directory, "job", script, prints=prints)
     except ConfigError:
         forget_job(directory)
         raise

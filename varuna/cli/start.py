@@ -83,6 +83,15 @@ def layout_of(
     return replace(layout, check=False) if no_check else layout
 
 
+def check_stages(layout: LayoutConfig, num_workers: int) -> None:
+    """Raise ``ConfigError`` if there are more stages than workers."""
+    if layout.num_stages is not None and layout.num_stages > num_workers:
+        raise ConfigError(
+            f"{layout.num_stages} stages need as many workers, and there are {num_workers}. Use --workers "
+            f"{layout.num_stages} or more, or fewer stages."
+        )
+
+
 def trace_environ(path: str | None, steps: str | None) -> dict[str, str]:
     """What workers find in their environment about a trace; nothing if the environment says it already."""
     if path is None and steps is not None:
