@@ -6,6 +6,7 @@ checkpoints go only when it has been read back, and they lose their manifest fir
 
 from __future__ import annotations
 
+import errno
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable
@@ -134,8 +135,11 @@ class Committer:
         return manifest
 
     def abandon(self, order: SaveOrder) -> None:
-        """Give a save up and remove its files; older checkpoints stay."""
-        self._tidy(lambda: self._remove(order))
+        """Give a save up and remove its files; older checkpoints stay.
+
+        A member that has not heard of it may write one more meanwhile, which the next save removes.
+        """
+        self._tidy(lambda: self._remove(order), may_be_written=True)
         self._tidy(lambda: self._release(order))
 
     def let_go(self, order: SaveOrder) -> None:
@@ -231,11 +235,13 @@ class Committer:
         if hold is not None:
             hold.release()
 
-    def _tidy(self, work: Callable[[], None]) -> None:
+    def _tidy(self, work: Callable[[], None], *, may_be_written: bool = False) -> None:
         """What fails here costs space, not safety: people are told and the job goes on."""
         try:
             work()
         except OSError as error:
+            if may_be_written and error.errno == errno.ENOTEMPTY:
+                return
             self._publish(
                 Notice(text=f"Old checkpoint files in {self._store.url} could not be removed: {error}")
             )

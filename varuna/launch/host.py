@@ -39,7 +39,10 @@ from varuna.versions import Versions, installed_versions, refusal_of_versions
 TOKEN_NAME = "token"
 RECORD_NAME = "manager.json"
 _LOCK_NAME = "lock"
-_LOCK_S = 0.5
+_LOCK_S = 0.2
+_LOCK_PATIENCE_S = 3.0
+"""What is left of a manager that was killed just now may need a moment to go."""
+
 LINGER_S = 1.5
 """Agents that were just away can still hear how the job has ended."""
 
@@ -281,7 +284,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def locked(state_dir: Path, patience_s: float = 0.0) -> Iterator[None]:
+def locked(state_dir: Path, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
     """One manager at a time; of one that was lost with its machine, a file server may need time to be sure."""
     give_up_s = time.monotonic() + patience_s
     descriptor = os.open(state_dir / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
