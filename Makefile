@@ -28,10 +28,11 @@ $(VENV)/.demo:
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-# Two at a time what can be; then, one by one, tests that say how long something may take.
+# Two at a time what can be, in the order of the files, since few long tests would come last otherwise; then, one by
+# one, tests that say how long something may take.
 test: setup
 	scripts/test-packages.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile --alone not
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --alone not
 	$(BIN)/python -m pytest --alone only
 
 # The full product of models, layouts, schedules and recompute: long.
