@@ -280,6 +280,11 @@ def test_an_exception_in_training_gives_the_terminal_back(monkeypatch):
     listener(TrainFinished(num_steps=0, duration_s=1.0, error="DataError: bad"))
     assert sys.stdout is before
     assert stream.getvalue().rstrip().endswith("Stopped after 0 steps, 1.00 s (DataError).")
+    listener(TrainFinished(num_steps=0, duration_s=1.0, error="WantedEnd: 0"))
+    assert stream.getvalue().rstrip().endswith("Stopped after 0 steps, 1.00 s (told to leave).")
+    listener(TrainStarted(first_step=50, num_steps=0))
+    assert "Training: all 50 steps are done.\n" in stream.getvalue()
+    listener(TrainFinished(num_steps=0, duration_s=0.1))
     listener(TrainStarted(first_step=0, num_steps=3))  # and it can begin again
     listener(TrainFinished(num_steps=0, duration_s=1.0))
 

@@ -18,6 +18,7 @@ from typing import TextIO
 from rich.console import Console
 
 from varuna.clock import Clock, MonotonicClock
+from varuna.errors import WantedEnd
 from varuna.events import (
     CaptureFinished,
     CheckFinished,
@@ -170,6 +171,8 @@ class Narrator:
                 return self._plan_lines(event)
             case TrainStarted():
                 begin, end = event.first_step + 1, event.first_step + event.num_steps
+                if begin > end:
+                    return [f"Training: all {_plural(event.first_step, 'step')} are done."]
                 return [f"Training: steps {begin} to {end}."]
             case Evaluated():
                 return [f"Evaluation: loss {event.loss:.4f} over {_plural(event.num_samples, 'sample')} in "
@@ -178,6 +181,7 @@ class Narrator:
                 return [f"Trained {_plural(event.num_steps, 'step')} in {human_duration(event.duration_s)}."]
             case TrainFinished():
                 kind = event.error.partition(":")[0]  # whoever reports the error itself says it in full
+                kind = "told to leave" if kind == WantedEnd.__name__ else kind
                 return [f"Stopped after {_plural(event.num_steps, 'step')}, "
                         f"{human_duration(event.duration_s)} ({kind})."]  # fmt: skip
             case CheckpointSaved():
