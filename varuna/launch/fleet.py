@@ -8,28 +8,18 @@ this command, end when the manager says so.
 from __future__ import annotations
 
 import selectors
-import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from varuna.errors import ConfigError
-from varuna.launch.host import TOKEN_NAME, ManagerHost, ManagerSettings, locked
+from varuna.launch.fleet_host import END_S, FleetHost
+from varuna.launch.host import ManagerSettings, run_host
 from varuna.launch.hosts import HostLine, changes, read_hosts
-from varuna.launch.launcher import SIGNALS
 from varuna.launch.output import say
-from varuna.launch.processes import adopt_orphans
 from varuna.launch.remote import UNREACHABLE, RemoteCommand, RemoteMachine
 from varuna.launch.signals import SignalInbox
-from varuna.launch.token import keep_token
-
-_LOOK_S = 0.5
-_RETRY_S = (2.0, 5.0, 10.0, 30.0, 60.0)
-"""Waits before a machine that was not reached is tried again; the last one is repeated."""
-
-_END_S = 10.0
-"""When the job is over, or is stopped, agents get so long to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +44,7 @@ def run_fleet(job: FleetJob, environ: Mapping[str, str]) -> int:
         ConfigError: the file cannot be read, or is empty; what ``run_manager`` raises.
     """
     hosts_in(job.hosts)
-    adopt_orphans()
-    state_dir = job.settings.state_dir
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locked(state_dir), SignalInbox(SIGNALS) as inbox:
-        token = keep_token(environ, state_dir / TOKEN_NAME)
-        fleet = _Fleet(job, token, environ, inbox)
-        try:
-            return fleet.run()
-        finally:
-            fleet.close()
-
-
-@dataclass
-class _Trouble:
-    """A machine that was not reached."""
-
-    num_tries: int = 0
-    next_s: float = 0.0
+    return run_host(job.settings.state_dir, environ, lambda token, inbox: _Fleet(job, token, environ, inbox))
 
 
 @dataclass
@@ -81,11 +54,13 @@ class _Watched:
     stamp: tuple[int, int] = (0, 0)
     lines: tuple[HostLine, ...] = ()
     problem: str = ""
-    troubles: dict[str, _Trouble] = field(default_factory=dict)
 
 
-class _Fleet(ManagerHost):
-    """The manager's host that also has machines started and told to leave."""
+class _Fleet(FleetHost):
+    """The machines of a file."""
+
+    look_s = 0.5
+    places = "machines"
 
     def __init__(self, job: FleetJob, token: str, environ: Mapping[str, str], inbox: SignalInbox) -> None:
         super().__init__(job.settings, token, environ, inbox)
@@ -94,37 +69,29 @@ class _Fleet(ManagerHost):
         self._command = replace(header, agent=("--manager", self.url, *job.command.agent))
         self._machines: dict[str, RemoteMachine] = {}
         self._file = _Watched()
-        self._stop_s: float | None = None
 
     def greet(self) -> None:
         """See ``ManagerHost``."""
         say(f"machines are those in {self._hosts}; edit it while the job runs. Logs: {self.settings.state_dir}")
 
-    def on_time(self, now_s: float) -> float:
-        """See ``ManagerHost``."""
-        self._look_at_ends(now_s)
-        if self._stop_s is not None:
-            if not self._machines or now_s >= self._stop_s:
-                self.end(1, now_s)
-        elif self.exit_code is None:
-            self._look_at_file()
-            self._follow_file(now_s)
-        return _LOOK_S
+    @property
+    def has_machines(self) -> bool:
+        """See ``FleetHost``."""
+        return bool(self._machines)
 
-    def signalled(self, signum: signal.Signals, now_s: float) -> None:
-        """The first stops the job in good order, a second one does not wait."""
-        if self._stop_s is not None:
-            self.end(128 + signum, now_s)
-            return
-        say(f"{signum.name}: the job is stopped on all machines")
-        self.end(128 + signum, now_s + _END_S)
-        self._stop_s = now_s + _END_S
+    def look_for_machines(self, now_s: float) -> None:
+        """See ``FleetHost``."""
+        self._look_at_file()
+        self._follow_file(now_s)
+
+    def stop_agents(self, now_s: float) -> None:
+        """See ``FleetHost``."""
         for machine in self._machines.values():
             machine.tell("stop")
 
     def close(self) -> None:
         """See ``ManagerHost``."""
-        give_up_s = time.monotonic() + (_END_S if self.exit_code is not None else 0.0)
+        give_up_s = time.monotonic() + (END_S if self.exit_code is not None else 0.0)
         for machine in self._machines.values():
             machine.close(max(0.0, give_up_s - time.monotonic()))
         self._machines.clear()
@@ -153,8 +120,7 @@ class _Fleet(ManagerHost):
             say(f"{name} is not in {self._hosts.name} any more and leaves the job")
             self._machines[name].tell("leave")
         for line in follows.added:
-            trouble = self._file.troubles.get(line.name)
-            if line.name not in self._machines and (trouble is None or now_s >= trouble.next_s):
+            if line.name not in self._machines and not self.retries.waits(line.name, now_s):
                 self._start(line)
 
     def _start(self, line: HostLine) -> None:
@@ -165,7 +131,8 @@ class _Fleet(ManagerHost):
 
     # --- machines that end ------------------------------------------------------------------
 
-    def _look_at_ends(self, now_s: float) -> None:
+    def look_at_agents(self, now_s: float) -> None:
+        """See ``FleetHost``."""
         for name, machine in list(self._machines.items()):
             code = machine.exit_code()
             if code is None:
@@ -179,10 +146,7 @@ class _Fleet(ManagerHost):
                 self._ended_early(name, code, now_s)
 
     def _ended_early(self, name: str, code: int, now_s: float) -> None:
-        trouble = self._file.troubles.setdefault(name, _Trouble())
-        wait_s = _RETRY_S[min(trouble.num_tries, len(_RETRY_S) - 1)]
-        trouble.num_tries += 1
-        trouble.next_s = now_s + wait_s
+        wait_s = self.retries.failed(name, now_s)
         how = "cannot be reached" if code == UNREACHABLE else f"ended with exit code {code}"
         say(f"{name} {how}; it is tried again in {wait_s:g} s, as long as it is in {self._hosts.name}")
 

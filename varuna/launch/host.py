@@ -14,7 +14,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +86,19 @@ def run_manager(settings: ManagerSettings, environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: the directory or the address cannot be used, or belongs to a manager that lives.
     """
+    return run_host(
+        settings.state_dir, environ, lambda token, inbox: ManagerHost(settings, token, environ, inbox)
+    )
+
+
+def run_host(
+    state_dir: Path, environ: Mapping[str, str], make: Callable[[str, SignalInbox], ManagerHost]
+) -> int:
+    """Run what ``make`` makes of the job's token and the signals, to its end; raises as ``run_manager``."""
     adopt_orphans()
-    settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locked(settings.state_dir), SignalInbox(SIGNALS) as inbox:
-        token = keep_token(environ, settings.state_dir / TOKEN_NAME)
-        host = ManagerHost(settings, token, environ, inbox)
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(state_dir), SignalInbox(SIGNALS) as inbox:
+        host = make(keep_token(environ, state_dir / TOKEN_NAME), inbox)
         try:
             return host.run()
         finally:

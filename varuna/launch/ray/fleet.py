@@ -7,29 +7,20 @@ long as its node is there. The job, and this command, end when the manager says 
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from varuna.launch.host import TOKEN_NAME, ManagerHost, ManagerSettings, locked
-from varuna.launch.launcher import SIGNALS
+from varuna.launch.fleet_host import END_S, FleetHost
+from varuna.launch.host import ManagerSettings, run_host
 from varuna.launch.orders import Header, Order
 from varuna.launch.output import say
-from varuna.launch.processes import adopt_orphans
 from varuna.launch.ray.cluster import RayCluster, RayTrouble
 from varuna.launch.ray.machine import AgentEnd, RayCommand, RayMachine
 from varuna.launch.ray.nodes import PATIENCE_S, Node, NodeNeeds, Notice, bundles, follow, name_of
 from varuna.launch.signals import SignalInbox
-from varuna.launch.token import keep_token
 
-_LOOK_S = 0.1  # at what agents print
 _LOOK_AT_NODES_S = 1.0
-_RETRY_S = (2.0, 5.0, 10.0, 30.0, 60.0)
-"""Waits before an agent that has failed is started again; the last one is repeated."""
-
-_END_S = 10.0
-"""When the job is over, or is stopped, agents get so long to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +46,14 @@ def run_ray_fleet(job: RayJob, environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: what ``run_manager`` raises.
     """
-    adopt_orphans()
-    state_dir = job.settings.state_dir
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locked(state_dir), SignalInbox(SIGNALS) as inbox:
-        token = keep_token(environ, state_dir / TOKEN_NAME)
-        fleet = _RayFleet(job, token, environ, inbox)
-        try:
-            return fleet.run()
-        finally:
-            fleet.close()
+    return run_host(job.settings.state_dir, environ, lambda token, inbox: _RayFleet(job, token, environ, inbox))
 
 
-@dataclass
-class _Trouble:
-    """A node on which an agent has failed."""
+class _RayFleet(FleetHost):
+    """The nodes of a Ray cluster."""
 
-    num_tries: int = 0
-    next_s: float = 0.0
-
-
-class _RayFleet(ManagerHost):
-    """The manager's host that also has agents started on nodes and told to leave."""
+    look_s = 0.1
+    places = "nodes"
 
     def __init__(self, job: RayJob, token: str, environ: Mapping[str, str], inbox: SignalInbox) -> None:
         super().__init__(job.settings, token, environ, inbox)
@@ -88,36 +65,28 @@ class _RayFleet(ManagerHost):
             header=Header(token=token, environ=job.command.header.environ),
         )
         self._machines: dict[str, RayMachine] = {}
-        self._troubles: dict[str, _Trouble] = {}  # by node
         self._said: set[str] = set()
         self._next_look_s = 0.0
         self._has_asked = False
-        self._stop_s: float | None = None
 
     def greet(self) -> None:
         """See ``ManagerHost``."""
         what = ", ".join(f"{name}={number:g}" for name, number in self._needs.reserved.items())
         say(f"machines are the nodes of the Ray cluster that have {what}. Logs: {self.settings.state_dir}")
 
-    def on_time(self, now_s: float) -> float:
-        """See ``ManagerHost``."""
-        self._look_at_agents(now_s)
-        if self._stop_s is not None:
-            if not self._machines or now_s >= self._stop_s:
-                self.end(1, now_s)
-        elif self.exit_code is None and now_s >= self._next_look_s:
+    @property
+    def has_machines(self) -> bool:
+        """See ``FleetHost``."""
+        return bool(self._machines)
+
+    def look_for_machines(self, now_s: float) -> None:
+        """See ``FleetHost``."""
+        if now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_AT_NODES_S
             self._look_at_nodes(now_s)
-        return _LOOK_S
 
-    def signalled(self, signum: signal.Signals, now_s: float) -> None:
-        """The first stops the job in good order, a second one does not wait."""
-        if self._stop_s is not None:
-            self.end(128 + signum, now_s)
-            return
-        say(f"{signum.name}: the job is stopped on all nodes")
-        self.end(128 + signum, now_s + _END_S)
-        self._stop_s = now_s + _END_S
+    def stop_agents(self, now_s: float) -> None:
+        """See ``FleetHost``."""
         for machine in list(self._machines.values()):
             if machine.placed(now_s).waits_s is None:
                 machine.tell(Order(word="stop"))
@@ -126,10 +95,10 @@ class _RayFleet(ManagerHost):
 
     def close(self) -> None:
         """See ``ManagerHost``."""
-        give_up_s = time.monotonic() + (_END_S if self.exit_code is not None else 0.0)
+        give_up_s = time.monotonic() + (END_S if self.exit_code is not None else 0.0)
         while self._machines and (left_s := give_up_s - time.monotonic()) > 0:
             RayMachine.wait(self._cluster, list(self._machines.values()), left_s)
-            self._look_at_agents(time.monotonic())
+            self.look_at_agents(time.monotonic())
         for machine in list(self._machines.values()):
             self._forget(machine)
         if self._has_asked:
@@ -149,8 +118,7 @@ class _RayFleet(ManagerHost):
             self._has_asked = True
             self._ask(bundles(self._needs, nodes))
         placed = [machine.placed(now_s) for machine in self._machines.values()]
-        not_yet = [node_id for node_id, trouble in self._troubles.items() if now_s < trouble.next_s]
-        follows = follow(placed, nodes, self._needs, not_yet=not_yet)
+        follows = follow(placed, nodes, self._needs, not_yet=self.retries.waiting(now_s))
         for name in follows.gone:
             say(f"{name} is not in the Ray cluster any more")
             self._forget(self._machines[name])
@@ -191,7 +159,8 @@ class _RayFleet(ManagerHost):
 
     # --- agents -----------------------------------------------------------------------------
 
-    def _look_at_agents(self, now_s: float) -> None:
+    def look_at_agents(self, now_s: float) -> None:
+        """See ``FleetHost``."""
         for machine in list(self._machines.values()):
             machine.look()
             if machine.ended is None:
@@ -201,10 +170,7 @@ class _RayFleet(ManagerHost):
                 self._ended_early(machine, machine.ended, now_s)
 
     def _ended_early(self, machine: RayMachine, ended: AgentEnd, now_s: float) -> None:
-        trouble = self._troubles.setdefault(machine.node_id, _Trouble())
-        wait_s = _RETRY_S[min(trouble.num_tries, len(_RETRY_S) - 1)]
-        trouble.num_tries += 1
-        trouble.next_s = now_s + wait_s
+        wait_s = self.retries.failed(machine.node_id, now_s)
         how = f"has no agent: {ended.reason}" if ended.code is None else f"ended with exit code {ended.code}"
         say(f"{machine.name} {how}; it is tried again in {wait_s:g} s, as long as its node is there")
 

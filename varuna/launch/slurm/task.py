@@ -19,6 +19,7 @@ from varuna.launch.launcher import SIGNALS
 from varuna.launch.machine import AWAY_CODE
 from varuna.launch.output import say
 from varuna.launch.processes import adopt_orphans
+from varuna.launch.retries import Retries
 from varuna.launch.signals import SignalInbox
 from varuna.launch.slurm.ask import address_of, is_waited_for, job_info, requeue, running_jobs
 from varuna.launch.slurm.job import STATE_NAME, SlurmJob, Task, agent_command, begins_anew, comes_back, task_of
@@ -39,11 +40,10 @@ from varuna.launch.token import VARIABLE, read_token
 LEFT = 128 + signal.SIGTERM
 """What an agent exits with that was told to leave."""
 
+_AGENT = "the agent beside the manager"
 _LOOK_S = 0.5
 _END_S = 10.0
 _LOCK_PATIENCE_S = 150.0
-_RETRY_S = (2.0, 10.0, 60.0)
-"""Waits before an agent beside the manager is started again; the last one is repeated."""
 
 
 def run_task(directory: Path, environ: Mapping[str, str], *, founds: bool) -> int:
@@ -136,8 +136,7 @@ class _TaskHost(ManagerHost):
         self._environ = environ
         self._command = command
         self._agent: subprocess.Popen[bytes] | None = None
-        self._starts_s = 0.0
-        self._num_tries = 0
+        self._retries = Retries()
         self._signum: signal.Signals | None = None
 
     def greet(self) -> None:
@@ -151,7 +150,7 @@ class _TaskHost(ManagerHost):
             if code is not None:
                 self._agent = None
                 self._agent_ended(code, now_s)
-        elif self.exit_code is None and not self.has_left and now_s >= self._starts_s:
+        elif self.exit_code is None and not self.has_left and not self._retries.waits(_AGENT, now_s):
             self._agent = subprocess.Popen(self._command, env=self._environ, stdin=subprocess.DEVNULL)
         return _LOOK_S
 
@@ -183,12 +182,8 @@ class _TaskHost(ManagerHost):
         elif code == LEFT:
             self._own_workers_have_left(now_s)
         else:
-            wait_s = _RETRY_S[min(self._num_tries, len(_RETRY_S) - 1)]
-            self._num_tries += 1
-            self._starts_s = now_s + wait_s
-            say(
-                f"the agent beside the manager ended with exit code {code}; it is started again in {wait_s:g} s"
-            )
+            wait_s = self._retries.failed(_AGENT, now_s)
+            say(f"{_AGENT} ended with exit code {code}; it is started again in {wait_s:g} s")
 
     def _own_workers_have_left(self, now_s: float) -> None:
         self.has_left = True
