@@ -53,6 +53,9 @@ class JobControl(Control, Protocol):
     def describe(self, description: Described, *, at_once: bool) -> None:
         """What the job is: told at once, or when this worker's first generation ends, if it is unknown then."""
 
+    def in_script(self, value: bool) -> None:
+        """The training thread goes to the script's own code, which nothing can break off, or comes back."""
+
     def checkpointed(self, next_step: int, address: str) -> None:
         """The job can go back to a checkpoint; from any thread."""
 
@@ -302,6 +305,7 @@ class Work:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Whatever goes wrong inside is told to the other workers, and none of them waits any longer."""
+        self._in_script(False)
         try:
             with preserved_generators(self._request.device):
                 yield
@@ -317,6 +321,12 @@ class Work:
             publish_failure(self._current_store, self._generation_index, rank, error)
             self._give_up(error)
             raise
+        finally:
+            self._in_script(True)
+
+    def _in_script(self, value: bool) -> None:
+        if self._control is not None:
+            self._control.in_script(value)
 
     @property
     def _current_store(self) -> Store:

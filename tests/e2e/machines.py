@@ -22,6 +22,7 @@ from varuna.morph.runs import living_runs
 from varuna.morph.views import LoggedEvent, Status
 
 LOOPBACK = "127.0.0.1"
+_NUM_SHOWN = 60
 
 
 class Cluster:
@@ -102,6 +103,12 @@ class Cluster:
         """What a command has written to standard error."""
         return (self.directory / f"{name}.err").read_text()
 
+    def _story(self) -> str:
+        """The last lines of all that commands and workers have written to standard error."""
+        paths = sorted([*self.directory.glob("*.err"), *self.directory.glob("logs-*/*.log")])
+        lines = {path: path.read_text(errors="replace").splitlines()[-_NUM_SHOWN:] for path in paths}
+        return "\n".join(f"{path.name}: {line}" for path in paths for line in lines[path])
+
     def abandon(self) -> None:
         """End whatever a test has left, and say what that was."""
         for pid in self._pids.values():
@@ -162,7 +169,7 @@ class Cluster:
     def ends_well(self, *names: str) -> None:
         """The manager and these agents end with the job, and nothing is left."""
         codes = {name: self.join(name) for name in (*names, "manager")}
-        assert codes == dict.fromkeys(codes, 0), {name: self.told(name) for name in codes}
+        assert codes == dict.fromkeys(codes, 0), self._story()
         assert self._warm.left() == []
         assert living_runs(self.directory / "cache") == []
         log = (self.state / "manager.log").read_text()

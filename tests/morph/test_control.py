@@ -24,7 +24,7 @@ from varuna.generations import (
     StepWork,
     Verdict,
 )
-from varuna.morph import control
+from varuna.morph import control, script_watch
 from varuna.morph.control import ManagedControl
 from varuna.morph.link import REASON_HEADER
 from varuna.morph.messages import (
@@ -36,6 +36,7 @@ from varuna.morph.messages import (
     Formed,
     FromWorker,
     Halted,
+    InScript,
     Leave,
     Pause,
     Ready,
@@ -121,6 +122,7 @@ class Setup:
         self.control = ManagedControl(at.url, TOKEN, "vm.1.abcd")
         wait_until(lambda: self.control._link.is_connected, TIMEOUT_S, "it connects and has greeted")
         wait_until(lambda: self.mouth.sockets, TIMEOUT_S, "its manager has seen that")
+        self.control.in_script(False)  # tests call it as a script's call does
 
     def say(self, message: ToWorker) -> None:
         self.at.loop.run(self.mouth.sockets[-1].send_bytes(encode(message)))
@@ -246,6 +248,64 @@ def test_an_abort_ends_its_generation_at_once_and_no_other(setup: Setup) -> None
     assert second.aborted == []
     setup.control.forming(third)
     assert third.aborted == ["early"]
+
+
+def test_a_script_in_code_of_its_own_is_waited_for(setup: Setup) -> None:
+    setup.control.forming(Generation(index=3))
+    setup.control.in_script(True)
+    for _ in range(2):  # a manager that was started again says it again, and hears it again
+        setup.say(Abort(generation=3, reason="worker 2 is gone"))
+        assert setup.mouth.next(InScript) == InScript(generation=3, is_there=True)
+    setup.control.in_script(False)
+    assert setup.mouth.next(InScript) == InScript(generation=3, is_there=False)
+    setup.say(Form(formation=formation(4)))
+    setup.control.halted(report(3))
+    setup.control.in_script(True)  # of no interest any more
+    setup.control.formed(Generation(index=4))
+    assert setup.mouth.next(Halted).report == report(3)
+    setup.mouth.next(Formed)
+
+
+def test_a_call_that_is_broken_off_tells_nothing_else(setup: Setup) -> None:
+    generation = Generation(index=3)
+    setup.control.forming(generation)
+    setup.say(Abort(generation=3, reason="worker 2 is gone"))
+    wait_until(lambda: generation.aborted, TIMEOUT_S, "the abort")
+    setup.say(Form(formation=formation(4)))
+    setup.control.halted(report(3))
+    setup.mouth.next(Halted)
+
+
+def test_who_keeps_the_others_waiting_says_where_it_is(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script_watch, "PATIENCE_S", 0.1)
+    setup.control.in_script(True)
+    setup.control.forming(Generation(index=3))
+    setup.say(Abort(generation=3, reason="worker 2 is gone"))
+    told: list[str] = []
+
+    def has_told() -> bool:
+        told.append(capsys.readouterr().err)
+        return bool(told[-1])
+
+    wait_until(has_told, TIMEOUT_S, "it tells")
+    assert told[-1].startswith(
+        "varuna: vm.1.abcd was told 0.1 s ago that generation 3 ends, and the others wait for it: "
+        "its script is in code of its own here:\n"
+    )
+    assert "in test_who_keeps_the_others_waiting_says_where_it_is" in told[-1]
+
+
+def test_a_generation_that_cannot_be_given_up_ends_the_worker(setup: Setup) -> None:
+    class Broken(Generation):
+        def abort(self, reason: str) -> None:
+            raise OSError("no such socket")
+
+    setup.control.forming(Broken(index=3))
+    setup.say(Abort(generation=3, reason="worker 2 is gone"))
+    with pytest.raises(RunError, match=r"could not be done here: OSError\('no such socket'\)"):
+        setup.control.halted(report(3))
 
 
 def test_a_pause_is_for_its_generation_whenever_it_comes(setup: Setup) -> None:

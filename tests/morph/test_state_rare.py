@@ -12,6 +12,7 @@ from varuna.morph.messages import (
     Abort,
     Formed,
     Halted,
+    InScript,
     JobEnded,
     LeaveAsked,
     Pause,
@@ -223,6 +224,44 @@ def test_a_generation_that_does_not_open_is_given_up() -> None:
     world.advance(1.5)
     assert world.manager.job.phase is Phase.ENDING
     run(world, lambda: not world.actions())
+    world.advance(5.5)
+    assert world.manager.job.workers["w3"].is_fenced
+    check_done(world)
+
+
+def test_a_script_in_code_of_its_own_is_waited_for() -> None:
+    world = started(4, policy=Policy(halt_limit_s=5.0))
+    world.kill(world.workers["w1"])
+    for name in ("w2", "w3"):
+        world.freeze(world.workers[name])
+    run(world, lambda: not world.actions())
+    number = world.manager.job.generation.number
+    world.deliver("w2", InScript(generation=number - 1, is_there=True))  # it is late
+    world.deliver("w3", InScript(generation=number, is_there=True))
+    world.deliver("w3", InScript(generation=number, is_there=True))
+    world.advance(5.5)
+    assert world.manager.job.workers["w2"].is_fenced
+    world.advance(1000.0)
+    assert world.manager.job.phase is Phase.ENDING
+    assert not world.manager.job.workers["w3"].is_fenced
+    world.deliver("w3", InScript(generation=number, is_there=False))
+    world.advance(4.5)
+    assert not world.manager.job.workers["w3"].is_fenced
+    world.workers["w3"].frozen = False
+    check_done(world)
+    assert not world.manager.job.workers["w3"].is_fenced
+    assert len(told(world, "in script")) == 1
+
+
+def test_who_comes_back_from_its_script_and_does_not_report_is_fenced() -> None:
+    world = started(4, policy=Policy(halt_limit_s=5.0))
+    world.kill(world.workers["w1"])
+    world.freeze(world.workers["w3"])
+    run(world, lambda: not world.actions())
+    number = world.manager.job.generation.number
+    world.deliver("w3", InScript(generation=number, is_there=True))
+    world.advance(100.0)
+    world.deliver("w3", InScript(generation=number, is_there=False))
     world.advance(5.5)
     assert world.manager.job.workers["w3"].is_fenced
     check_done(world)

@@ -26,6 +26,7 @@ from varuna.morph.messages import (
     FromAgent,
     FromWorker,
     Halted,
+    InScript,
     LeaveAsked,
     LeaveWithdrawn,
     Offer,
@@ -55,6 +56,7 @@ FROM_WORKERS: list[FromWorker] = [
     Ready(digest="d"),
     Formed(generation=0),
     StepDone(generation=0, step_index=1, duration_s=0.5, num_samples=4),
+    InScript(generation=0, is_there=True),
     Halted(report=REPORT),
 ]
 FROM_AGENTS: list[FromAgent] = [

@@ -35,6 +35,7 @@ from varuna.morph.messages import (
     decode_to_worker,
     encode,
 )
+from varuna.morph.script_watch import ScriptWatch
 from varuna.morph.terminal import take_terminal
 from varuna.morph.whereabouts import manager_url
 from varuna.spec import Plan
@@ -123,6 +124,7 @@ class ManagedControl:
             beat=encode(Beat()),
             beat_s=BEAT_S,
         )
+        self._watch = ScriptWatch(incarnation, lambda message: self._link.send(encode(message)))
 
     @staticmethod
     def from_env(environ: MutableMapping[str, str]) -> ManagedControl | None:
@@ -140,6 +142,10 @@ class ManagedControl:
         return ManagedControl(url, environ.get("VARUNA_TOKEN", ""), incarnation)
 
     # --- the training thread ----------------------------------------------------------------
+
+    def in_script(self, value: bool) -> None:
+        """See ``varuna.work.JobControl``."""
+        self._watch.is_in_script(value)
 
     def describe(self, description: Described, *, at_once: bool) -> None:
         """See ``varuna.work.JobControl``."""
@@ -242,6 +248,8 @@ class ManagedControl:
         with self._lock:
             self._state = state
         self._link.send(encode(state))
+        if isinstance(state, Halted | Finished):
+            self._watch.ended()
 
     def _tell_description(self) -> None:
         with self._lock:
@@ -301,6 +309,7 @@ class ManagedControl:
                 if self._is_finished:
                     self._orders.put(message)
             if generation is not None and generation.index == message.generation:
+                self._watch.should_end(message.generation)
                 generation.abort(message.reason)
         else:
             self._orders.put(message)

@@ -9,6 +9,7 @@ from varuna.morph.messages import (
     Abort,
     CheckpointComplete,
     Form,
+    InScript,
     Pause,
     StartWorker,
     StopWorker,
@@ -183,6 +184,32 @@ class Endings(Finishing):
     def _unreported(self) -> list[WorkerRecord]:
         reports = self.job.generation.reports
         return [member for member in self.job.members() if member.incarnation not in reports]
+
+    def _late(self, now_s: float) -> list[WorkerRecord]:
+        """Members that should have reported by now; while a script is in code of its own, there is no limit."""
+        job, generation = self.job, self.job.generation
+        if generation.finished:
+            return []
+        return [
+            member
+            for member in self._unreported()
+            if member.incarnation not in generation.in_script
+            and now_s
+            >= max(job.since_s, generation.back_s.get(member.incarnation, 0.0)) + self.policy.halt_limit_s
+        ]
+
+    def _on_in_script(self, worker: WorkerRecord, message: InScript, now_s: float) -> None:
+        generation, name = self.job.generation, worker.incarnation
+        if message.generation != generation.number or name in generation.reports:
+            return
+        if not message.is_there:
+            generation.in_script.discard(name)
+            generation.back_s[name] = now_s
+        elif name not in generation.in_script:
+            generation.in_script.add(name)
+            self._tell(
+                "in script", f"{name} gives up when its script's own code, where it is now, has returned"
+            )
 
     def _end_generation(self, reason: str, now_s: float) -> None:
         """Nobody waits any longer for what will not come: all are to give up and report."""

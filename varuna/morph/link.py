@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -40,6 +41,8 @@ PATIENCE_S = 5.0
 
 _PING_S = 10.0
 """A connection on which the other side does not answer a ping this often is made anew."""
+
+_log = logging.getLogger("varuna.morph")
 
 _REFUSALS = (401, 403, 404, 410)
 REASON_HEADER = "X-Varuna-Reason"
@@ -152,13 +155,17 @@ class Link:
     def _take(self) -> None:
         """The other thread: what has come is told, in order."""
         while (item := self._inbox.get()) is not None:
-            if isinstance(item, Refusal):
-                self._refused(item)
-                continue
             try:
-                self._received(item)
+                if isinstance(item, Refusal):
+                    self._refused(item)
+                else:
+                    self._received(item)
             except ProtocolError as error:
-                self._refused(Refusal(status=0, reason=f"what it says cannot be read: {error}"))
+                self._inbox.put(Refusal(status=0, reason=f"what it says cannot be read: {error}"))
+            except Exception as error:  # a thread that ended here would leave its owner waiting for ever
+                _log.exception("What the manager said could not be done.")
+                if not isinstance(item, Refusal):
+                    self._inbox.put(Refusal(status=0, reason=f"what it says could not be done here: {error!r}"))
 
     async def _until_closed(self) -> None:
         work = asyncio.ensure_future(self._keep_up())

@@ -121,6 +121,18 @@ class Finished(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
     report: HaltReport
 
 
+class InScript(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """It was told to give up while its script was in code of its own, and does so when that has returned.
+
+    Attributes:
+        generation: which was to end.
+        is_there: False: the training thread has come back, and reports or goes there again.
+    """
+
+    generation: Count
+    is_there: bool
+
+
 class CheckpointComplete(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A checkpoint is complete and durable: the job can go back to it.
 
@@ -305,7 +317,7 @@ class JobEnded(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_field
     code: int = 0
 
 
-FromWorker = Beat | Described | Ready | Formed | StepDone | Halted | Finished | CheckpointComplete
+FromWorker = Beat | Described | Ready | Formed | StepDone | InScript | Halted | Finished | CheckpointComplete
 FromAgent = Offer | WorkerStarted | WorkerExited | LeaveAsked | LeaveWithdrawn
 FromWatch = WorkerLost | AgentLost
 ToWorker = Pause | Abort | Form | Leave

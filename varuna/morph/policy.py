@@ -11,7 +11,8 @@ class Policy:
 
     Attributes:
         halt_limit_s: a member that was told to give up and has not reported for so long is fenced. A frozen one
-            is found by its heartbeat; this is for a training thread that does not come back.
+            is found by its heartbeat; this is for a training thread that does not come back. No limit while its
+            script is in code of its own, which nothing can break off.
         pause_grace_s: members that were asked to pause halt together; the first waits so long for the last.
         forming_limit_s: how long a generation may take to open.
         founding_grace_s: after the loss of a founder, how long to wait for the first generation to be known.

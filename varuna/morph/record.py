@@ -100,6 +100,8 @@ class GenerationRecord(Struct, kw_only=True):
         givers: members without a stage that only give their sections away and then leave.
         formed: members in which it is open, and what that took.
         reports: of members that have halted.
+        in_script: members that were told to give up while their scripts were in code of their own.
+        back_s: when such members came back from there, on the manager's clock.
         finished: members whose scripts are over.
         committed_step, committed: the newest step whose commit is known to have returned on any member, and
             what it returned, as far as members have told.
@@ -116,6 +118,8 @@ class GenerationRecord(Struct, kw_only=True):
     givers: tuple[str, ...] = ()
     formed: dict[str, FormingTimes] = field(default_factory=dict)
     reports: dict[str, HaltReport] = field(default_factory=dict)
+    in_script: set[str] = field(default_factory=set)
+    back_s: dict[str, float] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     committed_step: int = -1
     committed: str = ""

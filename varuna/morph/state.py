@@ -33,6 +33,7 @@ from varuna.morph.messages import (
     FromWatch,
     FromWorker,
     Halted,
+    InScript,
     Leave,
     LeaveAsked,
     LeaveWithdrawn,
@@ -118,10 +119,11 @@ class Manager(Agents):
                     left_s = max(0.0, deadline_s - now_s)
                     self._end_generation(f"{name} will be gone in {left_s:.1f} s, before the step ends", now_s)
         elif job.phase is Phase.ENDING:
-            if now_s >= job.since_s + policy.halt_limit_s and not generation.finished:
-                for member in self._unreported():
-                    self._fence(member, f"no report for {policy.halt_limit_s:g} s after it was told to give up")
-                self._decide(now_s)
+            late = self._late(now_s)
+            for member in late:
+                self._fence(member, f"no report for {policy.halt_limit_s:g} s after it was told to give up")
+            if late:
+                self._decide_if_all(now_s)
         elif job.phase is Phase.FORMING and now_s >= job.since_s + policy.forming_limit_s:
             self._end_generation(f"generation {generation.number} has not opened in time", now_s)
         return tuple(self._out)
@@ -159,7 +161,7 @@ class Manager(Agents):
     def _on_worker(
         self,
         sender: str,
-        message: Described | Ready | Formed | StepDone | Halted | Finished | CheckpointComplete,
+        message: Described | Ready | Formed | StepDone | InScript | Halted | Finished | CheckpointComplete,
         now_s: float,
     ) -> None:
         worker = self.job.workers.get(sender)
@@ -184,6 +186,8 @@ class Manager(Agents):
         elif isinstance(message, StepDone):
             self._on_step_done(worker, message)
             self._judge(worker, message, now_s)
+        elif isinstance(message, InScript):
+            self._on_in_script(worker, message, now_s)
         elif isinstance(message, Halted):
             self._on_halted(worker, message, now_s)
         elif isinstance(message, Finished):

@@ -284,9 +284,9 @@ class _Reader:
         )
 
     def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        source, self._source = self._source, None  # another thread may close it, too
+        if source is not None:
+            source.close()
 
 
 def _fetcher(dataset: MapDataset, collate_fn: CollateFn | None, seed: int) -> Fetcher:

@@ -47,7 +47,6 @@ class Group:
     ) -> None:
         self.ranks = ranks
         self.process_group = process_group
-        self.is_closed = False
         self._rank = rank
         self._device = device
 
@@ -141,10 +140,11 @@ class Group:
 
     def _start(self, what: str, call: Any) -> Pending:
         what = f"Worker {self._rank}: {what} among workers {list(self.ranks)}"
-        if self.is_closed:
+        process_group = self.process_group
+        if process_group is None:  # another thread may close it meanwhile
             raise PeerLost(f"{what} came after its generation was closed.")
         try:
-            return Pending(call(self.process_group), what)
+            return Pending(call(process_group), what)
         except RuntimeError as error:
             raise PeerLost(f"{what} failed: {_reason(error)}.") from error
 

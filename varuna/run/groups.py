@@ -119,7 +119,6 @@ class Groups:
         self._sockets.shut_down()
         for group in groups.values():
             process_group, group.process_group = group.process_group, None
-            group.is_closed = True
             if process_group is not None:
                 process_group.shutdown()  # type: ignore[attr-defined]
         if in_order and self.world.size > 1 and groups and self.world.rank == 0:

@@ -38,10 +38,10 @@ class SocketLedger:
         """Shut down those that are still open; whoever is blocked on them gets an error."""
         inodes, self._inodes = self._inodes, {}
         for descriptor, inode in inodes.items():
-            with contextlib.suppress(OSError):  # closed or disconnected meanwhile
-                if os.fstat(descriptor).st_ino == inode:
-                    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                        duplicate.shutdown(socket.SHUT_RDWR)
+            # closed or disconnected meanwhile, or used anew for another file
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                if os.fstat(duplicate.fileno()).st_ino == inode:
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
     def _is_link(self, descriptor: int) -> bool:
         """True for a TCP connection that is not the store's. Not for a listener: gloo aborts without."""
