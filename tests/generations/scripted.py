@@ -83,6 +83,9 @@ class ScriptedControl:
         self.generation = generation
         self._on_formed(generation)
 
+    def in_script(self, value: bool) -> None:
+        """See ``varuna.work.JobControl``."""
+
     def describe(self, description: Described, *, at_once: bool) -> None:
         assert description.sections
 
