@@ -30,7 +30,7 @@ from varuna.run.stream import (
 )
 from varuna.run.wire import Direction, Encoder, Message, MessageHeader
 
-INLINE_BYTES = 64 << 10
+INLINE_BYTES = 256 << 10
 """Frames up to this size are written by the compute thread itself when the channel is idle."""
 
 DEFAULT_MAX_UNREAD = 32
