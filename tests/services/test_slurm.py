@@ -308,7 +308,8 @@ def test_the_time_is_over_and_the_job_goes_on_from_its_checkpoint(start: Start) 
     first_steps = [
         json.loads(path.read_text().partition("\n")[0])["index"] for path in job.directory.glob("steps-*")
     ]
-    assert sorted(first_steps) == [0, 0, 10, 10]
+    # a save that comes due while the one before is still being written is left out
+    assert sorted(first_steps) in ([0, 0, 5, 5], [0, 0, 10, 10])
     ends_as_undisturbed(job.directory)
 
 
