@@ -276,6 +276,23 @@ def test_a_call_that_is_broken_off_tells_nothing_else(setup: Setup) -> None:
     setup.mouth.next(Halted)
 
 
+def test_who_has_ended_its_generation_before_it_is_told_to_keeps_nobody_waiting(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_watch, "PATIENCE_S", 0.0)
+    generation = Generation(index=3)
+    setup.control.forming(generation)
+    setup.say(Form(formation=formation(4)))
+    setup.control.halted(report(3))
+    setup.control.in_script(True)
+    setup.say(Abort(generation=3, reason="worker 2 is gone"))
+    wait_until(lambda: generation.aborted, TIMEOUT_S, "the abort")
+    setup.control.formed(Generation(index=4))
+    setup.mouth.next(Halted)
+    setup.mouth.next(Formed)
+    assert setup.control._watch._timer is None
+
+
 def test_who_keeps_the_others_waiting_says_where_it_is(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ class ManagedControl:
         self._is_finished = False
         self._newest_order = -1
         self._wait_s = 0.0
+        self._watch = ScriptWatch(incarnation, lambda message: self._link.send(encode(message)))
         self._link = Link(
             lambda: f"{manager_url(url)}/worker",
             token,
@@ -124,7 +125,6 @@ class ManagedControl:
             beat=encode(Beat()),
             beat_s=BEAT_S,
         )
-        self._watch = ScriptWatch(incarnation, lambda message: self._link.send(encode(message)))
 
     @staticmethod
     def from_env(environ: MutableMapping[str, str]) -> ManagedControl | None:
@@ -145,7 +145,7 @@ class ManagedControl:
 
     def in_script(self, value: bool) -> None:
         """See ``varuna.work.JobControl``."""
-        self._watch.is_in_script(value)
+        self._watch.in_script(value)
 
     def describe(self, description: Described, *, at_once: bool) -> None:
         """See ``varuna.work.JobControl``."""
@@ -249,7 +249,7 @@ class ManagedControl:
             self._state = state
         self._link.send(encode(state))
         if isinstance(state, Halted | Finished):
-            self._watch.ended()
+            self._watch.ended(state.report.generation)
 
     def _tell_description(self) -> None:
         with self._lock:

@@ -160,12 +160,13 @@ class Link:
                     self._refused(item)
                 else:
                     self._received(item)
-            except ProtocolError as error:
-                self._inbox.put(Refusal(status=0, reason=f"what it says cannot be read: {error}"))
             except Exception as error:  # a thread that ended here would leave its owner waiting for ever
-                _log.exception("What the manager said could not be done.")
+                reason = f"what it says cannot be read: {error}"
+                if not isinstance(error, ProtocolError):
+                    _log.exception("What the manager said could not be done.")
+                    reason = f"what it says could not be done here: {error!r}"
                 if not isinstance(item, Refusal):
-                    self._inbox.put(Refusal(status=0, reason=f"what it says could not be done here: {error!r}"))
+                    self._inbox.put(Refusal(status=0, reason=reason))
 
     async def _until_closed(self) -> None:
         work = asyncio.ensure_future(self._keep_up())

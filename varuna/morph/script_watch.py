@@ -35,9 +35,10 @@ class ScriptWatch:
         self._lock = threading.Lock()
         self._in_script = True
         self._ending: int | None = None
+        self._last_ended = -1
         self._timer: threading.Timer | None = None
 
-    def is_in_script(self, value: bool) -> None:
+    def in_script(self, value: bool) -> None:
         """The training thread goes to the script's own code, or comes back from there."""
         with self._lock:
             self._in_script = value
@@ -45,8 +46,10 @@ class ScriptWatch:
                 self._tell(InScript(generation=self._ending, is_there=value))
 
     def should_end(self, generation: int) -> None:
-        """The manager wants a generation to end here; it may say so again."""
+        """The manager wants a generation to end here; it may say so again, and after it has ended."""
         with self._lock:
+            if generation <= self._last_ended:
+                return
             is_news, self._ending = self._ending != generation, generation
             if self._in_script:
                 self._tell(InScript(generation=generation, is_there=True))
@@ -57,10 +60,10 @@ class ScriptWatch:
                 self._timer.daemon = True
                 self._timer.start()
 
-    def ended(self) -> None:
+    def ended(self, generation: int) -> None:
         """The training thread has reported; it waits for what follows."""
         with self._lock:
-            self._ending = None
+            self._ending, self._last_ended = None, generation
             self._stop_timer()
 
     def _stop_timer(self) -> None:
