@@ -125,7 +125,7 @@ class Cluster:
         """Of the manager."""
         if self._client is None:
             cache = self.directory / "cache"
-            wait_until(lambda: living_runs(cache), 20, "the run is announced")
+            wait_until(lambda: living_runs(cache), 120, "the run is announced")
             self._client = RunClient(living_runs(cache)[-1], cache)
         return self._client
 
@@ -145,9 +145,9 @@ class Cluster:
 
     def steps_done(self, num_steps: int) -> None:
         """Until so many steps have happened."""
-        wait_until(lambda: self.status().num_committed >= num_steps, 30, f"{num_steps} steps")
+        wait_until(lambda: self.status().num_committed >= num_steps, 120, f"{num_steps} steps")
 
-    def event(self, kind: str, text: str = "", within_s: float = 30) -> LoggedEvent:
+    def event(self, kind: str, text: str = "", within_s: float = 120) -> LoggedEvent:
         """The next event of a kind with a text in it."""
         found: list[LoggedEvent] = []
 

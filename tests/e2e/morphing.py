@@ -88,7 +88,7 @@ class Run:
     def client(self) -> RunClient:
         """Of the manager."""
         if self._client is None:
-            wait_until(lambda: living_runs(self._cache_dir), 20, "the run is announced")
+            wait_until(lambda: living_runs(self._cache_dir), 120, "the run is announced")
             (run,) = living_runs(self._cache_dir)
             self._client = RunClient(run, self._cache_dir)
         return self._client
@@ -115,7 +115,7 @@ class Run:
                     return True
             return False
 
-        wait_until(look, 30, f"an event {kind!r} with {text!r}")
+        wait_until(look, 120, f"an event {kind!r} with {text!r}")
         return found[0]
 
     def _events(self) -> Iterator[LoggedEvent]:
@@ -135,7 +135,7 @@ class Run:
 
     def steps_done(self, num_steps: int) -> None:
         """Until so many steps have happened."""
-        wait_until(lambda: self.status().num_committed >= num_steps, 30, f"{num_steps} steps")
+        wait_until(lambda: self.status().num_committed >= num_steps, 120, f"{num_steps} steps")
 
     def fired(self, worker: int) -> None:
         """Until the fault of a worker has happened."""

@@ -66,7 +66,7 @@ def machines(directory: Path, *names: str) -> Iterator[Machines]:
         config = directory / "ssh_config"
         config.write_text(_config(addresses, key, directory))
         for address in addresses.values():
-            wait_until(lambda address=address: _listens(address), 10, f"sshd at {address}")
+            wait_until(lambda address=address: _listens(address), 120, f"sshd at {address}")
         yield Machines(f"ssh -F {config}", addresses, daemons, namespaces)
 
 

@@ -47,7 +47,7 @@ def notices(cluster: Cluster) -> list[str]:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    wait_until(condition, 30, what)
+    wait_until(condition, 120, what)
 
 
 def asked(cloud: EmulatedAws | EmulatedGcp | EmulatedAzure, status: int, since: int, path: str = "") -> bool:

@@ -57,7 +57,7 @@ def test_machines_come_and_go_and_no_secret_is_seen(machines: Machines, tmp_path
     cluster.event("ready", "c.")
     cluster.event("ready", "c.")
     cluster.limit(28)
-    wait_until(lambda: set(cluster.members().values()) == {"a", "c"}, 30, "c takes part")
+    wait_until(lambda: set(cluster.members().values()) == {"a", "c"}, 120, "c takes part")
     one_is_killed(cluster)
     cluster.limit(NUM_STEPS)
     cluster.ends_well("a")
@@ -94,7 +94,7 @@ def one_is_killed(cluster: Cluster) -> None:
     gone = cluster.processes("c")
     assert len(gone) == 4  # agent, zygote, two workers
     cluster.signal("c", signal.SIGKILL)
-    wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "its processes end")
+    wait_until(lambda: not any(_is_alive(one) for one in gone), 60, "its processes end")
     assert cluster.join("c") == -signal.SIGKILL
     wait_until(lambda: set(cluster.members().values()) == {"a"}, 9, "it is found before a heartbeat is missed")
 
@@ -120,11 +120,11 @@ def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
     gone = cluster.processes("manager")
     cluster.signal("manager", signal.SIGKILL)
     assert cluster.join("manager") == -signal.SIGKILL
-    wait_until(lambda: not any(_is_alive(one) for one in gone), 5, "all of it is gone")
+    wait_until(lambda: not any(_is_alive(one) for one in gone), 60, "all of it is gone")
     cluster.limit(20)
     cluster.start_manager()
     assert cluster.url == url
-    wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 20, "all are back")
+    wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 120, "all are back")
     assert cluster.members() == members
     cluster.steps_done(18)
     cluster.client.preempt("b")
@@ -142,7 +142,7 @@ def test_a_machine_is_lost_while_the_job_is_founded(machines: Machines) -> None:
     cluster.start_agent("a")
     cluster.start_agent("b")
     began = cluster.directory.glob
-    wait_until(lambda: len(list(began("began-*"))) == 4, 30, "the founders run")
+    wait_until(lambda: len(list(began("began-*"))) == 4, 120, "the founders run")
     cluster.signal("b", signal.SIGKILL)
     cluster.join("b")
     cluster.event("founding", "founding begins anew")
@@ -197,7 +197,7 @@ def test_the_grace_is_what_the_provider_gives(machines: Machines) -> None:
     began_s = time.monotonic()
     cluster.signal("b", signal.SIGTERM)
     psutil.wait_procs(workers, timeout=20)
-    assert 3.9 <= time.monotonic() - began_s < 10
+    assert 3.9 <= time.monotonic() - began_s < 20
     assert cluster.join("b") == 128 + signal.SIGTERM
     assert "the workers of this machine leave the job, within 4 s" in cluster.told("b")
     cluster.limit(NUM_STEPS)

@@ -79,7 +79,7 @@ def test_a_pod_is_taken_away_and_replaced_and_one_comes_too_late(pods: Pods) -> 
     for _ in range(2):
         pods.event("ready", "state-agents-1-ccccc.")
     pods.limit(28)
-    wait_until(lambda: "state-agents-1-ccccc" in pods.members().values(), 30, "the new pod takes part")
+    wait_until(lambda: "state-agents-1-ccccc" in pods.members().values(), 120, "the new pod takes part")
     pods.limit(NUM_STEPS)
     assert [pods.join(f"state-agents-{name}") for name in ("0-aaaaa", "1-ccccc")] == [0, 0]
     pods.start_pod("state-agents-1-ddddd")  # as if the Job had not heard yet how the last one ended

@@ -28,7 +28,7 @@ def test_a_manager_moves_while_the_job_runs(jobs: Warm, tmp_path: Path, cache: P
         cluster.start_manager()
         assert cluster.url.startswith("http://127.0.0.2:")
         assert cluster.url.rpartition(":")[2] != url.rpartition(":")[2]
-        wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 20, "all are back")
+        wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 120, "all are back")
         assert cluster.members() == members
         cluster.steps_done(18)
         cluster.signal("b", signal.SIGTERM)

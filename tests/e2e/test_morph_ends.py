@@ -24,7 +24,7 @@ def test_a_commit_that_only_lost_workers_saw(start: Start, tmp_path: Path) -> No
     """Workers 2 and 3 make the update of step 7, tell it and are killed; 0 and 1 did not hear of its commit."""
     run = start(limit=8, script="hooked.py", arguments=["7:0,1"])
     run.steps_done(8)
-    wait_until(lambda: len(run.steps(2)) == len(run.steps(3)) == 8, 20, "workers 2 and 3 have made step 7")
+    wait_until(lambda: len(run.steps(2)) == len(run.steps(3)) == 8, 120, "workers 2 and 3 have made step 7")
     assert len(run.steps(0)) == len(run.steps(1)) == 7
     for doomed in [run.worker(2), run.worker(3)]:
         doomed.kill()
@@ -60,7 +60,7 @@ def test_a_worker_is_killed_while_others_are_through_with_gathering(start: Start
 
 def test_worker_0_is_killed_while_it_saves_and_the_job_has_failed(start: Start, tmp_path: Path) -> None:
     run = start(script="saving.py")
-    wait_until((tmp_path / "saving").exists, 30, "worker 0 saves")
+    wait_until((tmp_path / "saving").exists, 120, "worker 0 saves")
     run.event("finishing", "is over")
     run.worker(0).kill()
     ended = run.wait()
@@ -70,7 +70,7 @@ def test_worker_0_is_killed_while_it_saves_and_the_job_has_failed(start: Start, 
 
 def test_a_finished_worker_is_killed_and_the_job_is_done_all_the_same(start: Start, tmp_path: Path) -> None:
     run = start(script="saving.py", stages=4)
-    wait_until((tmp_path / "saving").exists, 30, "worker 0 saves")
+    wait_until((tmp_path / "saving").exists, 120, "worker 0 saves")
     run.event("finishing", "is over")
     run.worker(3).kill()
     run.event("lost", "is gone")
@@ -134,7 +134,7 @@ def test_a_run_is_audited_while_it_works_and_afterwards(start: Start, cache: Pat
 
     run = start(fault("kill", 3, "reduce", 4), limit=8)
     run.event("running", "generation 1 runs")
-    wait_until(lambda: "workers have told all samples of 8 steps" in audit(), 20, "all have told step 7")
+    wait_until(lambda: "workers have told all samples of 8 steps" in audit(), 120, "all have told step 7")
     run.kill_manager()
     run.steps_done(8)
     for target in (run.client.run.run_id, str(tmp_path / "logs"), run.client.run.journal):

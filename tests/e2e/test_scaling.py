@@ -46,7 +46,7 @@ def test_a_machine_is_lost_and_asked_for_and_comes(cluster: Scaled) -> None:
         one.send_signal(signal.SIGKILL)
     cluster.join("b")
     cluster.limit(20)
-    wait_until(lambda: len(cluster.asked()) > asked_before + 1, 60, "it asks, and again")
+    wait_until(lambda: len(cluster.asked()) > asked_before + 1, 120, "it asks, and again")
     last = cluster.asked()[-1]
     assert (last["workers_present"], last["workers_wanted"]) == (2, 4)
     assert str(last["why"]).startswith("2 of 4 workers are there: b.")

@@ -35,7 +35,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     try:
         for command in commands:
             assert command.process.returncode is not None, "the test left its command running"
-            wait_until(lambda command=command: not command.processes(), 5, "processes of the job end")
+            wait_until(lambda command=command: not command.processes(), 60, "processes of the job end")
         assert not living_runs(tmp_path / "cache"), "the run is still announced"
     finally:
         for command in commands:

@@ -89,7 +89,7 @@ def write_script(directory: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 30, what: str = "") -> float:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120, what: str = "") -> float:
     """Poll until the condition holds; returns how long that took."""
     started = time.monotonic()
     while not condition():

@@ -13,7 +13,7 @@ from varuna.launch.agent import Agent
 from varuna.morph.link import Refusal
 from varuna.morph.messages import JobEnded, StartWorker, StopWorker, encode
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def start(
     """A job whose workers all wait, and the process ids of them and what they started."""
     command = launch(script, workers=WORKERS, options=options)
     paths = [tmp_path / f"ready-{rank}" for rank in range(WORKERS)]
-    wait_until(lambda: all(path.exists() for path in paths), 30, "all workers wait")
+    wait_until(lambda: all(path.exists() for path in paths), 120, "all workers wait")
     return command, [int(pid) for path in paths for pid in path.read_text().split()]
 
 
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Launch, tmp_path: Path) -> None:
 
 def test_ctrl_c_before_the_workers_start(launch: Launch) -> None:
     command = launch("print('never')", workers=2)
-    wait_until(lambda: len(command.processes()) > 1, 10, "the zygote starts")
+    wait_until(lambda: len(command.processes()) > 1, 120, "the zygote starts")
     command.signal(signal.SIGINT)
     done = command.wait(10)
     assert (done.code, done.stdout) == (130, "")

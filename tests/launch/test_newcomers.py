@@ -29,11 +29,11 @@ SCRIPT = """
 def test_a_newcomer_takes_the_place_of_one_that_is_gone(launch: Launch, tmp_path: Path) -> None:
     command = launch(SCRIPT, workers=2, options=("--show", "all"))
     cache = tmp_path / "cache"
-    wait_until(lambda: living_runs(cache) and (tmp_path / "ready-1").exists(), 30, "the workers run")
+    wait_until(lambda: living_runs(cache) and (tmp_path / "ready-1").exists(), 120, "the workers run")
     client = RunClient(find_run(cache), cache)
-    wait_until(lambda: "gone" in [worker.status for worker in client.status().workers], 30, "worker 1 is gone")
+    wait_until(lambda: "gone" in [worker.status for worker in client.status().workers], 120, "worker 1 is gone")
     client.add_workers(2)
-    wait_until(lambda: (tmp_path / "ready-2").exists() and (tmp_path / "ready-3").exists(), 30, "both come")
+    wait_until(lambda: (tmp_path / "ready-2").exists() and (tmp_path / "ready-3").exists(), 120, "both come")
     (tmp_path / "end").touch()
     done = command.wait()
     assert done.code == 0, done.stderr

@@ -240,7 +240,7 @@ def test_a_nodes_agent_is_told_and_heard(start: Start) -> None:
         heard.append(msgspec.msgpack.decode(agent.read(), type=Heard))
         return heard[-1].code is not None
 
-    wait_until(has_ended, 10)
+    wait_until(has_ended, 120)
     assert b"".join(one.stdout for one in heard) == b"told ['leave 3.0\\n']\nno end"
     assert b"".join(one.stderr for one in heard) == header
     assert [one.code for one in heard] == [None] * (len(heard) - 1) + [7]

@@ -27,7 +27,7 @@ def test_no_command_line_and_no_environment_shows_the_token(tmp_path: Path) -> N
     )
     commands = [manager]
     try:
-        wait_until(lambda: living_runs(cache), 30, "the manager is announced")
+        wait_until(lambda: living_runs(cache), 120, "the manager is announced")
         (run,) = living_runs(cache)
         assert run.token == (tmp_path / "state" / "token").read_text().strip()
         where = ["--manager", run.url, "--token-file", "state/token", "--log-dir", "logs"]
@@ -47,7 +47,7 @@ def test_no_command_line_and_no_environment_shows_the_token(tmp_path: Path) -> N
         done = [command.wait() for command in reversed(commands)]
         assert [one.code for one in done] == [0, 0], done
         assert not any(run.token in one.stdout + one.stderr for one in done)
-        wait_until(lambda: not any(command.processes() for command in commands), 5, "all end")
+        wait_until(lambda: not any(command.processes() for command in commands), 60, "all end")
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert [path.name for path in files if run.token.encode() in path.read_bytes()] == ["token"]
     finally:

@@ -87,7 +87,7 @@ def place() -> Iterator[Place]:
     finally:
         found.close()
         loop.close()
-        wait_until(lambda: _num_links(threads) == 0, 10, "links end")
+        wait_until(lambda: _num_links(threads) == 0, 120, "links end")
 
 
 def _num_links(before: set[threading.Thread]) -> int:

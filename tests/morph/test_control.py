@@ -47,7 +47,7 @@ from varuna.morph.messages import (
 )
 from varuna.spec import PipelineSpec, Plan, StageSpec
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 PLAN = Plan(
     pipelines=(
         PipelineSpec(

@@ -69,7 +69,7 @@ def test_following_elsewhere_ends_with_the_manager() -> None:
         reader = threading.Thread(target=lambda: heard.extend(e.kind for e in client.events(follow=True)))
         before = served.num_asked()
         reader.start()
-        wait_until(lambda: served.num_asked() > before, 10, "it follows")
+        wait_until(lambda: served.num_asked() > before, 120, "it follows")
         at.end()
         at.close()
         reader.join(20)
@@ -129,7 +129,7 @@ def test_an_agent_of_another_version_is_refused(job: Versions, words: str) -> No
         served = ServedManager(at, versions=job)
         agent = Agent(at.url, TOKEN, "vm")
         if not words:
-            wait_until(lambda: agent.is_connected, 10, "it is let in")
+            wait_until(lambda: agent.is_connected, 120, "it is let in")
         else:
             assert select.select([agent], [], [], 10)[0]
             (refusal,) = agent.orders()

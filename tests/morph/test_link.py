@@ -14,7 +14,7 @@ from tests.launch.jobs import wait_until
 from tests.morph.serving import Place, place
 from varuna.morph.link import REASON_HEADER, Link, Refusal
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 @pytest.fixture

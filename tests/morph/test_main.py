@@ -50,7 +50,7 @@ def test_killed_and_started_again_it_knows_what_it_knew(listener: socket.socket,
     manager = start(listener, tmp_path / "journal")
     agent = Agent(url, TOKEN, "vm")
     agent.worker_started(0, 0)
-    wait_until(lambda: client.status().workers, 30, "it knows the worker")
+    wait_until(lambda: client.status().workers, 120, "it knows the worker")
     client.preempt("0", 500.0)
     agent.close()
     manager.kill()

@@ -201,7 +201,7 @@ def test_watching_ends_with_the_run(tmp_path: Path) -> None:
             target=lambda: done.append(runner.invoke(cli.main, ["status", "--watch"]).output)
         )
         watching.start()
-        wait_until(lambda: served.num_asked() > 1, 20, "it looks twice")
+        wait_until(lambda: served.num_asked() > 1, 120, "it looks twice")
         launcher.communicate("end\n")
         watching.join(20)
         assert not watching.is_alive()

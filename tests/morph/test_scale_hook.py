@@ -48,7 +48,7 @@ class Asking:
             self.hook.tick()
             return self.hook._under_way is None
 
-        wait_until(is_over, 30, "the call is over")
+        wait_until(is_over, 120, "the call is over")
         return [event.text for event in self.events()]
 
 
@@ -111,14 +111,14 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_began(asked: Path) -> No
     job = asking(f"sleep 1000 & echo $! > {asked}; wait", limit_s=0.5)
     job.ask()
     assert job.answered()[-1] == "asking for machines has failed: the command was ended after 0.5 s"
-    wait_until(lambda: not _lives(int(asked.read_text())), 10, "its child is gone")
+    wait_until(lambda: not _lives(int(asked.read_text())), 120, "its child is gone")
     job.hook.close()
 
 
 def test_one_call_at_a_time_and_none_after_the_end(asked: Path) -> None:
     job = asking(f"echo $$ >> {asked}; exec sleep 1000")
     job.ask()
-    wait_until(asked.exists, 10, "it runs")
+    wait_until(asked.exists, 120, "it runs")
     for _ in range(5):
         job.ask(10 * EVERY_S)
     assert len(job.events()) == 1

@@ -31,7 +31,7 @@ from varuna.morph.messages import (
 )
 from varuna.morph.views import Status
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
 PICKLE = pickle.dumps({"worker": "vm.0.a"})
 

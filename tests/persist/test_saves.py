@@ -110,7 +110,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_all_answer(job: Job) -> None:
     job.begin(0, 1, 2)
-    wait_until(lambda: job.complete == [1], 10)
+    wait_until(lambda: job.complete == [1], 120)
     assert job.is_whole()
     (saved,) = job.news(0)
     assert isinstance(saved, CheckpointSaved)
@@ -120,14 +120,14 @@ def test_all_answer(job: Job) -> None:
 def test_one_dies_and_the_others_write_what_it_owed(job: Job) -> None:
     job.begin(0, 1)
     job.meet(0, 1)
-    wait_until(lambda: job.complete == [1], 10)
+    wait_until(lambda: job.complete == [1], 120)
     assert job.is_whole()
 
 
 def test_the_committer_dies_and_the_next_takes_over(job: Job) -> None:
     job.begin(1, 2)
     job.meet(1, 2)
-    wait_until(lambda: job.complete == [1], 10)
+    wait_until(lambda: job.complete == [1], 120)
     assert job.is_whole()
     assert isinstance(job.news(1)[0], CheckpointSaved)
 
@@ -137,7 +137,7 @@ def test_one_after_the_other_dies(job: Job) -> None:
     job.begin(0, 1)
     job.meet(0, 1)
     job.meet(0, generation=2)
-    wait_until(lambda: bool(job.complete) or bool(job.news(0)), 10)
+    wait_until(lambda: bool(job.complete) or bool(job.news(0)), 120)
     assert job.is_whole() == (job.complete == [1])
 
 
@@ -146,7 +146,7 @@ def test_the_only_holder_dies_and_the_save_is_given_up(tmp_path: Path) -> None:
     job.begin(0)
     job.meet(0)
     told: list[Event] = []
-    wait_until(lambda: bool(told.extend(job.news(0)) or told), 10)
+    wait_until(lambda: bool(told.extend(job.news(0)) or told), 120)
     (failed,) = told
     assert isinstance(failed, CheckpointFailed)
     assert "a worker was lost before it had written parameters/0" in failed.reason
@@ -159,7 +159,7 @@ def test_the_committer_leaves_and_another_takes_over(job: Job) -> None:
     leaver = job.members[0]
     leaver.leave()
     job.meet(1, 2)
-    wait_until(lambda: job.complete == [1], 10)
+    wait_until(lambda: job.complete == [1], 120)
     assert job.is_whole()
 
 
@@ -191,7 +191,7 @@ def test_no_second_save_begins_before_the_first_is_over(job: Job) -> None:
     assert isinstance(notice, Notice)
     assert "No checkpoint of step 2" in notice.text
     job.begin(2)
-    wait_until(lambda: job.complete == [1], 10)
+    wait_until(lambda: job.complete == [1], 120)
     member.settle()
     assert member.wish(3, is_last=False) is not None
 

@@ -32,7 +32,7 @@ from varuna.run.engine import (
 from varuna.testing.emulated import run_emulated_pipeline
 from varuna.testing.forked import barrier, run_forked, values_of
 
-AT_ONCE_S = 2.0
+AT_ONCE_S = 10.0
 FIRST = 100  # the pipeline's first micro-batch in the global batch
 
 

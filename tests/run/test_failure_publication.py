@@ -53,7 +53,7 @@ def test_only_the_first_real_cause_of_a_generation_is_told(stores: tuple[TCPStor
 def test_without_last_words_the_wait_is_bounded(stores: tuple[TCPStore, TCPStore]) -> None:
     started_s = time.monotonic()
     error = explain_peer_loss(stores[1], 0, PeerLost("The connection broke."), timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - started_s < 1
+    assert 0.2 <= time.monotonic() - started_s < 5
     assert "No worker said why" in str(error)
 
 

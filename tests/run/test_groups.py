@@ -152,8 +152,8 @@ def closed_by_another_thread(context: Context) -> float:
 
 
 def test_closing_releases_whoever_is_blocked() -> None:
-    assert max(run_workers(3, leaves_in_the_middle)) < 2.0
-    assert max(run_workers(2, closed_by_another_thread)) < 2.0
+    assert max(run_workers(3, leaves_in_the_middle)) < 10
+    assert max(run_workers(2, closed_by_another_thread)) < 10
 
 
 def absent(context: Context) -> str:

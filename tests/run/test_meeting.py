@@ -54,7 +54,7 @@ def test_an_offer_that_is_not_taken_ends() -> None:
     for _ in range(3):
         meeting = Meeting(formation(taken.address), StoreOffer("127.0.0.1"))
         store = meeting.connect()
-        wait_until(lambda: num_threads() <= before, 5, "nothing serves what nobody takes")
+        wait_until(lambda: num_threads() <= before, 120, "nothing serves what nobody takes")
     del store, meeting
 
 
@@ -97,7 +97,7 @@ def test_a_served_store_ends_with_its_process(tmp_path: Path) -> None:
         (tmp_path / "part").write_text(offer.address)
         (tmp_path / "part").rename(address)
         threading.Event().wait()
-    wait_until(address.exists, 10, "a store is offered")
+    wait_until(address.exists, 120, "a store is offered")
     store = Meeting(formation(address.read_text()), None).connect()
     ended = _in_thread(lambda: store.wait(["never"], timedelta(seconds=60)))
     os.kill(pid, 9)

@@ -64,7 +64,7 @@ def replayed(tmp_path: Path) -> Iterator[Finished]:
     command = Command(["replay", "fleet.csv", *options, "--", *run], tmp_path, environ)
     try:
         yield command.wait(120)
-        wait_until(lambda: not command.processes(), 5, "nothing of the job is left")
+        wait_until(lambda: not command.processes(), 60, "nothing of the job is left")
     finally:
         command.kill_all()
 
