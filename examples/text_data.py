@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -104,7 +105,7 @@ def find_corpus(path: str | None, max_bytes: int) -> Corpus:
         source = "the Python documentation (python3-doc)"
         if not files:
             library = Path(sysconfig.get_path("stdlib"))
-            files = sorted(p for p in library.rglob("*.py") if not _LEFT_OUT & set(p.parts))
+            files = sorted(_modules(library))
             source = f"the source of Python's standard library ({library})"
     documents = tuple(_read(_mixed(files), max_bytes))
     if not documents:
@@ -112,6 +113,13 @@ def find_corpus(path: str | None, max_bytes: int) -> Corpus:
             f"No text in {source}. --data takes a text file, or a folder with {', '.join(_SUFFIXES)}."
         )
     return Corpus(source=source, documents=documents)
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Python files in and below a folder; folders that are left out are not even looked into."""
+    for inside, below, names in os.walk(folder):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        yield from (Path(inside, name) for name in names if name.endswith(".py"))
 
 
 def load_text(

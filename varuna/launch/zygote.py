@@ -67,7 +67,11 @@ def _import_what_workers_need() -> None:
     import numpy  # noqa: F401
 
     with contextlib.suppress(ImportError):  # it fails again in the user's script, whose traceback then says why
+        import torch
+
         import varuna.session  # noqa: F401
+
+        torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports the compiler's front end
     gc.collect()
     gc.freeze()  # shared pages stay shared: the children's collector does not touch what is older than the fork
     if num_threads() > 1:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna.plan.borders import ANY, ANY_SPLIT, MANY, BorderProblem, BorderTable, Rows
-from varuna.plan.profile import LinkProfile
 from varuna.plan.setting import Setting
 from varuna.plan.tables import Floats
 
@@ -20,8 +18,6 @@ Ints = NDArray[np.int64]
 
 NEAR_SHARES = (0.6, 0.75, 0.88, 1.15, 1.35)
 """Micro-batches of neighbouring points, as shares of a point's own."""
-
-_FREE_LINK = LinkProfile(latency_s=0.0, bytes_per_s=float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,6 @@ class PointMaker:
         self.setting = setting
         self.sizes = _start_sizes(setting)
         self._table_sizes = _doubling(self.sizes)
-        self._slowest: dict[bool, Floats] = {}
         self._growth: dict[bytes, Floats] = {}
 
     def all(self) -> Points:
@@ -239,33 +234,20 @@ class PointMaker:
 
     def _slowest_of(self, *, split: bool) -> Floats:
         """``[table sizes, S + 2]``: seconds of the slowest of P stages."""
-        if split in self._slowest:
-            return self._slowest[split]
         setting = self.setting
         count, fixed = len(setting.profile.sections), setting.wish.num_stages
         depth = min(count, (min(count, setting.devices.num_workers) if fixed is None else fixed) + 1)
         recompute = setting.wish.recompute
+        known = setting.tables.slowest_s(
+            self._table_sizes,
+            depth,
+            split=split,
+            memory_bytes=float(setting.devices.memory_bytes.max()),
+            recompute=None if isinstance(recompute, tuple) else recompute,
+        )
         slowest = np.full((len(self._table_sizes), count + 2), np.inf)
-        for index, size in enumerate(self._table_sizes.tolist()):
-            problem = BorderProblem(
-                runs=setting.sections.runs(size, split=split),
-                resident_bytes=setting.residents.alone_bytes,
-                late_s=np.zeros((count + 1, count + 1)),
-                num_micro_batches=MANY,
-                schedule=ANY_SPLIT if split else ANY,
-                rows=Rows(
-                    memory_bytes=np.full(depth, setting.devices.memory_bytes.max()),
-                    speed=np.ones(depth),
-                    crosses=np.zeros(depth, dtype=bool),
-                    recompute=None if isinstance(recompute, tuple) else recompute,
-                    within=_FREE_LINK,
-                    across=_FREE_LINK,
-                ),
-            )
-            table = BorderTable(problem, tail_weight=0.0)
-            slowest[index, 1 : depth + 1] = table.values_s()[1:] / MANY
+        slowest[:, : depth + 1] = known[:, : depth + 1]
         slowest[:, -1] = slowest[:, -2]
-        self._slowest[split] = slowest
         return slowest
 
     def _messages(self, stages: Ints, pipelines: Ints, size: Ints, layout: str) -> tuple[Floats, Floats]:

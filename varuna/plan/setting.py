@@ -12,7 +12,8 @@ from varuna.plan.memory import BUCKET_BYTES
 from varuna.plan.placement import Devices, Kind, Placement, place
 from varuna.plan.profile import LinkProfile, Profile
 from varuna.plan.sharing import slowdowns
-from varuna.plan.tables import Floats, Residents, SectionTable
+from varuna.plan.slowest import tables_of
+from varuna.plan.tables import Floats
 from varuna.plan.wish import Wish
 
 
@@ -38,15 +39,17 @@ class Setting:
 
     Attributes:
         profile, wish: as given.
-        sections, residents, devices: the profile's and the cluster's numbers as arrays.
+        tables: the profile's numbers as arrays, ``sections`` and ``residents`` among them.
+        devices: the cluster's.
         link_share: bytes per second of a stream alone over what all streams of a machine share; 0 if unshared.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster, wish: Wish) -> None:
         self.profile = profile
         self.wish = wish
-        self.sections = SectionTable(profile)
-        self.residents = Residents(profile)
+        self.tables = tables_of(profile)
+        self.sections = self.tables.sections
+        self.residents = self.tables.residents
         self.devices = Devices(cluster, profile.device_memory_bytes)
         link = profile.across_machines
         self.link_share = link.bytes_per_s / link.shared_bytes_per_s if link.shared_bytes_per_s else 0.0
@@ -55,6 +58,7 @@ class Setting:
         self._ways: dict[int, Ways] = {}
         self._late: dict[tuple[int, int, bool], Floats] = {}
         self._reductions: dict[tuple[int, bool, bool], tuple[Floats, Floats]] = {}
+        self._slowdowns: dict[tuple[int, int, int], float] = {}
 
     def num_micro_batches(self, micro_batch_size: int) -> int:
         """N."""
@@ -138,12 +142,18 @@ class Setting:
 
     def slowdown(self, placement: Placement, kind: Kind, micro_batch_size: int) -> float:
         """About how much longer a message takes because others leave the same machine."""
-        runs = self.sections.runs(micro_batch_size)
-        if not self.link_share or len(runs.forward_bytes) < 3:
+        if not self.link_share or len(self.profile.sections) < 2:
             return 1.0
+        cached = (placement.streams_per_machine, id(kind), micro_batch_size)
+        if cached not in self._slowdowns:
+            self._slowdowns[cached] = self._slowdown(placement.streams_per_machine, kind, micro_batch_size)
+        return self._slowdowns[cached]
+
+    def _slowdown(self, streams_per_machine: int, kind: Kind, micro_batch_size: int) -> float:
+        runs = self.sections.runs(micro_batch_size)
         cycle_s = (runs.forward_s[-1] + runs.backward_s[-1]) / kind.num_stages / float(kind.speed.min())
         mean_bytes = float(np.mean(runs.forward_bytes[1:-1]))
         share = min(1.0, mean_bytes / self.profile.across_machines.bytes_per_s / max(cycle_s, 1e-12))
-        count = max(1, placement.streams_per_machine)
+        count = max(1, streams_per_machine)
         alike = slowdowns(np.zeros(count, dtype=np.int64), np.full(count, share), 1.0 / self.link_share)
         return float(alike[0])

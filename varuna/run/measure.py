@@ -41,7 +41,7 @@ from varuna.run.precision import AutocastSpec
 from varuna.run.startup import is_on_meta
 from varuna.run.undisturbed import drop_gradients, placed, undisturbed
 
-BUDGET_S = 6.0
+BUDGET_S = 4.5
 """Seconds that measuring may take; small models need far less. On a CPU they are this process's own: on a busy
 machine fewer sizes would be measured otherwise, and none that is not measured can be chosen."""
 
