@@ -1,6 +1,8 @@
 """Micro-batches: which samples, in which order, equal for every way of loading; errors and leaks."""
 
+import collections
 import dataclasses
+import itertools
 import os
 import random
 import threading
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from varuna.errors import ConfigError, DataError
+from varuna.errors import ConfigError, DataError, PeerLost
 from varuna.order import sample_ids
 from varuna.run.data import (
     EvaluationLoader,
@@ -114,6 +116,31 @@ def test_a_loader_begins_at_any_step_and_can_be_reset_to_any(num_data_workers):
     data.reset(2)
     assert ids_of(later) == undisturbed[50:58]
     assert ids_of(read(data, range(2, 9))) == undisturbed[20:]
+
+
+@pytest.mark.parametrize("num_data_workers", WAYS)
+@pytest.mark.parametrize("num_read", [0, 1, 4])
+def test_a_loader_that_was_closed_begins_nothing_anew(num_data_workers, num_read):
+    """Another thread gives the generation up while this one is about to read, within a step or not."""
+    data = loader(Squares(23), num_data_workers=num_data_workers)
+    for index in range(num_read):
+        data.get(index // 3, index % 3)
+    data.close()
+    with pytest.raises(PeerLost, match="ended here"):
+        data.get(num_read // 3, num_read % 3)
+    assert not data._reader.is_open
+
+
+@pytest.mark.parametrize("num_data_workers", [0, None])
+def test_a_loader_is_closed_at_any_moment(num_data_workers):
+    for index in range(30):
+        data = loader(Squares(1000), num_data_workers=num_data_workers)
+        closer = threading.Timer(index * 1e-4, data.close)
+        closer.start()
+        with pytest.raises(PeerLost):
+            collections.deque((data.get(count // 3, count % 3) for count in itertools.count()), maxlen=0)
+        closer.join()
+        assert not data._reader.is_open
 
 
 def test_a_list_is_a_dataset_and_default_collate_the_default():

@@ -114,7 +114,7 @@ def _add_optimizer_state(
             )
         stored = optimizer_name(name, key)
         if isinstance(value, Tensor) and is_storable(value):
-            tensors[stored] = value.detach()
+            tensors[stored] = value.detach() if value.requires_grad else value  # many, and each call costs
             continue
         where = f"optimizer state {key!r} of parameter {name!r}"
         if isinstance(value, Tensor):

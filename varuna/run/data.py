@@ -10,6 +10,7 @@ loader.close()
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from varuna.run.loader import Source, open_source
 from varuna.run.probe import DataProbe, probe_dataset
 
 _NUM_PROBED = 4  # samples read once at the start
+_CLOSED = "The generation was ended here before it read a sample."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +152,18 @@ class MicroBatchLoader:
 
         Raises:
             DataError: the dataset or the collate function raised, or the batch is unlike the first.
+            PeerLost: it was closed; the generation has been ended by another thread.
         """
         self.start()
         return self._reader.take(step_index, micro_batch_index)
 
     def reset(self, step_index: int) -> None:
         """Go on from the first micro-batch of another step; what was loaded ahead is thrown away."""
-        self._reader.close()
+        self._reader.rewind()
         self._next_step = step_index
 
     def close(self) -> None:
-        """Stop loading; no thread or process is left. ``get`` would begin again at the last reset."""
+        """Stop loading, for good and from any thread; no thread or process is left."""
         self._reader.close()
 
     def _requests(self, step_index: int) -> Iterator[FetchRequest]:
@@ -232,7 +235,10 @@ def evaluation_share(num_micro_batches: int, num_pipelines: int, pipeline_index:
 
 
 class _Reader:
-    """Opens and closes the source, and compares what it gives with what was asked and with the first batch."""
+    """Opens and closes the source, and compares what it gives with what was asked and with the first batch.
+
+    Whoever ends a generation closes it while the training thread may be about to read: it stays closed then.
+    """
 
     def __init__(self, fetcher: Fetcher, num_data_workers: int | None, device: torch.device) -> None:
         if num_data_workers is not None and num_data_workers < 0:
@@ -240,7 +246,9 @@ class _Reader:
         self._fetcher = fetcher
         self._num_data_workers = num_data_workers
         self._pin = device.type == "cuda"
+        self._lock = threading.Lock()
         self._source: Source | None = None
+        self._is_closed = False
         self._probe: DataProbe | None = None
 
     @property
@@ -255,18 +263,21 @@ class _Reader:
             self._probe = probe_dataset(
                 self._fetcher, replace(first, sample_ids=first.sample_ids[:_NUM_PROBED])
             )
-        self._source = open_source(
-            self._fetcher,
-            itertools.chain([first], requests),
-            num_processes=self._num_data_workers,
-            uses_random=self._probe.uses_random,
-            pin=self._pin,
-        )
+        with self._lock:
+            if self._is_closed:
+                raise PeerLost(_CLOSED)
+            self._source = open_source(
+                self._fetcher,
+                itertools.chain([first], requests),
+                num_processes=self._num_data_workers,
+                uses_random=self._probe.uses_random,
+                pin=self._pin,
+            )
 
     def take(self, step_index: int, micro_batch_index: int) -> MicroBatch:
         source = self._source
         if source is None:  # another thread has closed it
-            raise PeerLost("The generation was ended here before it read a sample.")
+            raise PeerLost(_CLOSED)
         assert self._probe is not None
         fetched = source.take()
         request = fetched.request
@@ -283,10 +294,15 @@ class _Reader:
             flat=fetched.flat,
         )
 
-    def close(self) -> None:
-        source, self._source = self._source, None  # another thread may close it, too
+    def rewind(self) -> None:
+        with self._lock:
+            source, self._source = self._source, None
         if source is not None:
             source.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.rewind()
 
 
 def _fetcher(dataset: MapDataset, collate_fn: CollateFn | None, seed: int) -> Fetcher:
