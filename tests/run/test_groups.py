@@ -147,6 +147,8 @@ def closed_by_another_thread(context: Context) -> float:
     closer.join()
     with pytest.raises(PeerLost, match="after its generation was closed"):
         everyone.barrier()
+    with pytest.raises(PeerLost, match="Generation 0 was closed while worker 0 was at work in it"):
+        groups.of((0, 1))  # as a gradient's reduction does: nothing is formed, worker 1 would not come
     context.world.store.add("noticed", 1)
     return time.monotonic() - started_s
 

@@ -85,17 +85,21 @@ class Groups:
                 self.of(ranks)
 
     def of(self, ranks: Iterable[int]) -> Group:
-        """The group of these ranks, made on first use by its members (all of them must ask for it)."""
+        """The group of these ranks, made on first use by its members (all of them must ask for it).
+
+        Raises:
+            PeerLost: it could not be formed, or another thread has closed the generation: nothing is formed
+                then, for the others may be gone.
+        """
         members = tuple(sorted(set(ranks)))
-        if members not in self._groups:
-            group = self._make(members)
-            self._groups[members] = group
+        group = self._groups.get(members)
+        if group is None:
+            self._refuse_if_closed()
+            group = self._groups[members] = self._make(members)
             if self._is_closed:  # by another thread, meanwhile
                 self.close()
-                raise PeerLost(
-                    f"Generation {self.generation} was closed while worker {self.world.rank} formed it."
-                )
-        return self._groups[members]
+        self._refuse_if_closed()
+        return group
 
     def everybody_is_here(self) -> None:
         """All members have been seen: who forms a group with one that does not come gives up soon."""
@@ -125,6 +129,12 @@ class Groups:
             with contextlib.suppress(RuntimeError):  # the store went first; nobody reads these keys again
                 for key in self._store.list_keys():
                     self._store.delete_key(key)
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise PeerLost(
+                f"Generation {self.generation} was closed while worker {self.world.rank} was at work in it."
+            )
 
     def _make(self, members: tuple[int, ...]) -> Group:
         world = self.world
