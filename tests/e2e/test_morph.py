@@ -52,8 +52,12 @@ def test_worker_0_is_killed_and_another_speaks_to_the_terminal(start: Start) -> 
 
 
 def test_two_are_killed_at_once(start: Start) -> None:
-    faults = [fault("kill", 1, "final backward", 6), fault("kill", 2, "reduce", 6)]
-    run = start(*faults)
+    """In the middle of step 6, which worker 3 holds up: one of each pipeline, one of each stage."""
+    run = start(fault("delay", 3, "final backward", 6, seconds=2.0))
+    run.fired(3)
+    both = [run.worker(1), run.worker(2)]
+    for process in both:
+        process.kill()
     ended = run.ends_well()
     assert [line for line in ended.stderr.splitlines() if "SIGKILL" in line and "go on" in line][1:]
     run.is_exact()
