@@ -92,13 +92,13 @@ class Groups:
                 then, for the others may be gone.
         """
         members = tuple(sorted(set(ranks)))
+        self._refuse_if_closed()
         group = self._groups.get(members)
         if group is None:
-            self._refuse_if_closed()
             group = self._groups[members] = self._make(members)
             if self._is_closed:  # by another thread, meanwhile
                 self.close()
-        self._refuse_if_closed()
+                self._refuse_if_closed()
         return group
 
     def everybody_is_here(self) -> None:
