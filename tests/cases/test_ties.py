@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.cases import jobs, models, plain
 from tests.cases.jobs import Training
-from varuna.run.group import Group, Pending
+from varuna.run.group import Group
+from varuna.run.pending import Pending
 
 BOUND = 1e-12
 TIED = Training(

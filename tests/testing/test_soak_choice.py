@@ -57,8 +57,11 @@ def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
 def test_a_section_keeps_a_holder() -> None:
     both = status(4)  # ranks 0 and 1 are a pipeline, 2 and 3 the other
     assert can_lose(both, [0])
-    assert can_lose(both, [0, 3])
     assert not can_lose(both, [0, 2])
+    assert not can_lose(both, [0, 3])  # after the first, the three that are left have one pipeline
+    assert can_lose(status(5), [0, 3])
+    assert not can_lose(status(5), [0, 3, 4])
+    assert can_lose(status(6), [0, 3, 4])
     assert not can_lose(status(3), [0])
     assert can_lose(status(3), [2])  # a spare
     assert can_lose(both, [4])
@@ -68,10 +71,11 @@ def test_victims_can_be_lost_together_and_the_witness_is_spared() -> None:
     assert members(status(4, gone=(2,))) == [0, 1, 3]
     for draw in draw_faults(1, 200):
         for number in range(1, 4):
-            victims = choose_victims(status(4), draw, 1, number)
+            victims = choose_victims(status(5), draw, 1, number)
             assert 1 <= len(victims) <= min(number, 2)
             assert 1 not in victims
-            assert can_lose(status(4), victims)
+            assert can_lose(status(5), victims)
+        assert len(choose_victims(status(4), draw, 1, 2)) == 1
         assert choose_victims(status(3), draw, 1, 2) == (2,)
 
 

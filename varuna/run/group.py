@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
+import threading
+import traceback
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed import Backend, BroadcastOptions, Work
+from torch.distributed import Backend, BroadcastOptions
 
 from varuna.errors import PeerLost
-
-_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ")
-_ADVICE = re.compile(r"\. This is typically caused by")
+from varuna.run.pending import Pending, Wait, reason_of, wait_for_collective, wait_for_message, wait_for_stream
 
 JsonValue = Any
 """What ``json.dumps`` takes: None, bool, int, float, str, lists and string-keyed dicts of these."""
-
-
-class Pending:
-    """A collective under way; keep it until ``wait`` has returned."""
-
-    def __init__(self, work: Work | None, what: str) -> None:
-        self._work = work
-        self._what = what
-
-    def wait(self) -> None:
-        """Block until done (CUDA: until the current stream waits for it). ``PeerLost`` if it failed."""
-        work, self._work = self._work, None
-        if work is None:
-            return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"{self._what} failed: {_reason(error)}.") from error
 
 
 class Group:
@@ -49,6 +31,17 @@ class Group:
         self.process_group = process_group
         self._rank = rank
         self._device = device
+        is_gloo = device.type == "cpu"
+        # Whoever drops the last reference waits for gloo's thread: never the one that works with the group.
+        self._in_use: AbstractContextManager[Any] = threading.Lock() if is_gloo else nullcontext()
+        self._wait_for_collective: Wait = wait_for_collective if is_gloo else wait_for_stream
+        self._wait_for_message: Wait = wait_for_message if is_gloo else wait_for_stream
+
+    def close(self) -> Backend | None:
+        """No operation begins any more. What is returned is to be shut down and dropped."""
+        with self._in_use:
+            process_group, self.process_group = self.process_group, None
+            return process_group
 
     @property
     def size(self) -> int:
@@ -58,7 +51,7 @@ class Group:
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         """Begin to replace ``tensor`` (contiguous, same size and dtype on all) by the sum over members."""
         if self.size == 1:
-            return Pending(None, "")
+            return Pending(None, "", self._wait_for_collective, self._is_closed)
         return self._start("all-reduce", lambda group: group.allreduce([tensor]))
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
@@ -82,7 +75,7 @@ class Group:
     def start_send(self, tensor: torch.Tensor, to: int) -> Pending:
         """Begin to send; several to one peer arrive in this order. Keep the tensor until ``wait`` is over."""
         peer = self.ranks.index(to)
-        return self._start(f"send to worker {to}", lambda group: group.send([tensor], peer, 0))
+        return self._start_message(f"send to worker {to}", lambda group: group.send([tensor], peer, 0))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (same size and dtype as sent) from world rank ``source``."""
@@ -91,7 +84,7 @@ class Group:
     def start_receive(self, tensor: torch.Tensor, source: int) -> Pending:
         """Begin to fill ``tensor``; several from one peer are filled in this order."""
         peer = self.ranks.index(source)
-        return self._start(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0))
+        return self._start_message(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0))
 
     def send_bytes(self, data: bytes, to: int) -> None:
         """Send bytes of any length to world rank ``to``."""
@@ -139,16 +132,21 @@ class Group:
         return tensor.to(self._device)
 
     def _start(self, what: str, call: Any) -> Pending:
+        return self._started(what, call, self._wait_for_collective)
+
+    def _start_message(self, what: str, call: Any) -> Pending:
+        return self._started(what, call, self._wait_for_message)
+
+    def _started(self, what: str, call: Any, wait_for: Wait) -> Pending:
         what = f"Worker {self._rank}: {what} among workers {list(self.ranks)}"
-        process_group = self.process_group
-        if process_group is None:  # another thread may close it meanwhile
-            raise PeerLost(f"{what} came after its generation was closed.")
-        try:
-            return Pending(call(process_group), what)
-        except RuntimeError as error:
-            raise PeerLost(f"{what} failed: {_reason(error)}.") from error
+        with self._in_use:
+            if self.process_group is None:  # closed by another thread
+                raise PeerLost(f"{what} came after its generation was closed.")
+            try:
+                return Pending(call(self.process_group), what, wait_for, self._is_closed)
+            except RuntimeError as error:
+                traceback.clear_frames(error.__traceback__)  # they refer to the group
+                raise PeerLost(f"{what} failed: {reason_of(error)}.") from error
 
-
-def _reason(error: RuntimeError) -> str:
-    """What gloo says, without the source line before it and the advice after it."""
-    return _ADVICE.split(_PLACE.sub("", str(error)))[0].rstrip(".")
+    def _is_closed(self) -> bool:
+        return self.process_group is None

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch.distributed import Backend, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from varuna.errors import ConfigError, PeerLost
-from varuna.run.group import Group, Pending
+from varuna.run.aside import start_aside
+from varuna.run.group import Group
+from varuna.run.pending import Pending
 from varuna.run.sockets import SocketLedger
 from varuna.run.world import World, connect, store_is_served
 
@@ -112,19 +114,21 @@ class Groups:
     def close(self, *, in_order: bool = True) -> None:
         """End the generation's groups: sockets and threads closed, its keys deleted (by rank 0). Idempotent.
 
-        Orderly, when no collective is under way, or disorderly, from any thread: whoever is blocked in one,
-        here or on a peer, gets ``PeerLost`` at once.
+        Whoever is blocked in one, here or on a peer, gets ``PeerLost`` at once, from whatever thread this is
+        called.
 
         Args:
-            in_order: False: its store may not answer any more, so keys stay.
+            in_order: nothing is under way. False: the store may not answer any more, so keys stay; and a group
+                that has lost a message ends no sooner than its timeout, so this does not wait for their ends.
         """
         self._is_closed = True
         groups, self._groups = self._groups, {}
         self._sockets.shut_down()
-        for group in groups.values():
-            process_group, group.process_group = group.process_group, None
-            if process_group is not None:
-                process_group.shutdown()  # type: ignore[attr-defined]
+        process_groups = [group.close() for group in groups.values()]
+        if in_order:
+            _end(process_groups)
+        else:
+            start_aside(lambda: _end(process_groups), "varuna-end-groups")
         if in_order and self.world.size > 1 and groups and self.world.rank == 0:
             with contextlib.suppress(RuntimeError):  # the store went first; nobody reads these keys again
                 for key in self._store.list_keys():
@@ -192,3 +196,11 @@ class Groups:
             store.set(str(self.world.rank), f"{socket.gethostname()}/{uuid}")
             self._devices = tuple(store.get(str(rank)).decode() for rank in range(self.world.size))
         return self._devices
+
+
+def _end(process_groups: list[Backend | None]) -> None:
+    """Close them and wait for their threads."""
+    while process_groups:
+        process_group = process_groups.pop()
+        if process_group is not None:
+            process_group.shutdown()  # type: ignore[attr-defined]

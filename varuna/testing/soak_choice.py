@@ -73,11 +73,18 @@ def draw_faults(seed: int, num_faults: int) -> list[Draw]:
 
 
 def can_lose(status: Status, numbers: Collection[int]) -> bool:
-    """Whether every section has a holder besides the workers of these numbers."""
+    """Whether every section has a holder besides the workers of these numbers, in whatever order they go.
+
+    Between two losses there is a plan for those who are left then: it must have room for two pipelines, or the
+    next loss may be that of the only one.
+    """
     plan = status.plan
     if plan is None:
         return False
     lost = {worker.rank for worker in status.workers if worker.rank is not None} & _ranks(status, numbers)
+    two_pipelines = 2 * len(plan.pipelines[0].stages)
+    if len(lost) > 1 and plan.num_workers - (len(lost) - 1) < two_pipelines:
+        return False
     staying = set(range(plan.num_workers)) - lost
     return bool(staying) and all(
         staying & set(plan.holders_of(section)) for section in range(plan.num_sections)

@@ -243,10 +243,11 @@ class Soak:
             status = self._status()
             if status.phase != "running" or any(one.leaving and one.rank is not None for one in _alive(status)):
                 return False
-            if len(status.workers) >= self._num_started:  # all that were asked for have been heard of
-                self._add_workers(NUM_WORKERS - len(_alive(status)))
             self._note_pending()
             doomed = self._doomed.values()
+            if len(status.workers) >= self._num_started:  # all that were asked for have been heard of
+                staying = [one for one in _alive(status) if number_of(one.incarnation) not in doomed]
+                self._add_workers(NUM_WORKERS - len(staying))
             others = [number for number in members(status) if number != _WITNESS and number not in doomed]
             return any(can_lose(status, (*doomed, number)) for number in others)
 
@@ -300,10 +301,11 @@ class Soak:
 
     def _measure(self, status: Status) -> None:
         processes = processes_of(self._launcher_pid)
-        self._uses.add("launcher", use_of(self._launcher_pid, status.generation))
-        self._uses.add(f"worker {_WITNESS}", use_of(_pid_of(status, _WITNESS), status.generation))
+        judged = {"launcher": self._launcher_pid, f"worker {_WITNESS}": _pid_of(status, _WITNESS)}
         if manager := processes.get("varuna-manager"):
-            self._uses.add(f"manager {manager}", use_of(manager, status.generation))
+            judged[f"manager {manager}"] = manager
+        for name, pid in judged.items():
+            self._uses.add(name, use_of(pid, status.generation, len(members(status))))
 
 
 def _pid_of(status: Status, number: int) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MAX_MORE_BYTES = 24 << 20
 _MAX_MORE_SHARE = 0.15
 _FEWEST = 25
+_FEWEST_ALIKE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +21,13 @@ class Use:
 
     Attributes:
         generation: of the job then.
+        num_members: of this generation; each has connections to others.
         num_threads, num_fds: of the process.
         resident_bytes: its memory; pages shared with other processes count in full.
     """
 
     generation: int
+    num_members: int
     num_threads: int
     num_fds: int
     resident_bytes: int
@@ -41,10 +45,12 @@ class Uses:
             self.by_name.setdefault(name, []).append(use)
 
     def growth(self) -> list[str]:
-        """What is not flat, in words: the most of a process's last third against the most of what was before.
+        """What is not flat, in words: a process's last third against what was before.
 
-        The first samples, a tenth, are left out. What a worker needs depends on its place in a generation and
-        on the number of members: processes with fewer than ``_FEWEST`` samples are not judged.
+        Threads and descriptors of a worker go with the number of members: what it usually has is compared among
+        generations with as many. Of memory it is the most. The first samples, a tenth, are left out; processes
+        with fewer than ``_FEWEST`` samples, and numbers of members with fewer than ``_FEWEST_ALIKE`` at first
+        or later, are not judged.
         """
         found = []
         for name, uses in self.by_name.items():
@@ -52,10 +58,8 @@ class Uses:
             if len(steady) < _FEWEST:
                 continue
             early, late = steady[: -len(steady) // 3], steady[-len(steady) // 3 :]
-            for what, most in (("threads", _most_threads), ("descriptors", _most_fds)):
-                if most(late) > most(early) + max(1, most(early) // 10):
-                    found.append(f"{name}: {most(early)} {what} at first, {most(late)} later")
-            before, after = _most_bytes(early), _most_bytes(late)
+            found += [f"{name}: {text}" for text in _grown_counts(early, late)]
+            before, after = (max(use.resident_bytes for use in part) for part in (early, late))
             if after > before + max(_MAX_MORE_BYTES, _MAX_MORE_SHARE * before):
                 found.append(f"{name}: {before >> 20} MiB at first, {after >> 20} MiB later")
         return found
@@ -79,12 +83,13 @@ class Uses:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def use_of(pid: int, generation: int) -> Use | None:
+def use_of(pid: int, generation: int, num_members: int) -> Use | None:
     """What a process uses now; None if it is gone."""
     directory = Path(f"/proc/{pid}")
     try:
         return Use(
             generation=generation,
+            num_members=num_members,
             num_threads=len(os.listdir(directory / "task")),
             num_fds=len(os.listdir(directory / "fd")),
             resident_bytes=int((directory / "statm").read_text().split()[1]) * _PAGE_BYTES,
@@ -117,13 +122,22 @@ def _picked(uses: Sequence[Use]) -> list[Use]:
     return [uses[index] for index in sorted({round(last * part / 4) for part in range(5)})]
 
 
-def _most_threads(uses: Iterable[Use]) -> int:
-    return max(use.num_threads for use in uses)
+def _grown_counts(early: Sequence[Use], late: Sequence[Use]) -> list[str]:
+    found = []
+    for num_members in sorted({use.num_members for use in late}):
+        alike = [[use for use in part if use.num_members == num_members] for part in (early, late)]
+        if min(map(len, alike)) < _FEWEST_ALIKE:
+            continue
+        for what, number_of in (("threads", _threads), ("descriptors", _descriptors)):
+            first, later = (median_low(map(number_of, part)) for part in alike)
+            if later > first + max(1, first // 10):
+                found.append(f"{first} {what} at first, {later} later ({num_members} members)")
+    return found
 
 
-def _most_fds(uses: Iterable[Use]) -> int:
-    return max(use.num_fds for use in uses)
+def _threads(use: Use) -> int:
+    return use.num_threads
 
 
-def _most_bytes(uses: Iterable[Use]) -> int:
-    return max(use.resident_bytes for use in uses)
+def _descriptors(use: Use) -> int:
+    return use.num_fds
