@@ -25,7 +25,8 @@ from varuna.errors import DataError, PeerLost
 from varuna.partition.signature import FlatBatch
 from varuna.run.fetch import Fetcher, FetchRequest, preserved_globals
 
-_NUM_AHEAD = 4  # micro-batches loaded before they are asked for (per process, with worker processes)
+_NUM_AHEAD = 4  # micro-batches loaded before they are asked for, at least (per process, with worker processes)
+_NUM_AT_ONCE = 4  # that a thread loads more than that: each time it wakes, the training thread stumbles
 _CLOSE_WAIT_S = 5.0
 _EXIT_WAIT_S = 30.0
 _ENDED = "The generation was ended here while it waited for a sample."
@@ -126,8 +127,10 @@ class ThreadSource:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._finished or self._closed)
             if self._ready:
-                self._changed.notify_all()
-                return self._ready.popleft()
+                fetched = self._ready.popleft()
+                if len(self._ready) <= _NUM_AHEAD:
+                    self._changed.notify_all()
+                return fetched
         if self._error is not None:
             raise self._error
         if self._closed:
@@ -168,7 +171,8 @@ class ThreadSource:
 
     def _put(self, fetched: Fetched) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < _NUM_AHEAD)
+            if len(self._ready) == _NUM_AHEAD + _NUM_AT_ONCE:
+                self._changed.wait_for(lambda: self._closed or len(self._ready) <= _NUM_AHEAD)
             if not self._closed:
                 self._ready.append(fetched)
                 self._changed.notify_all()
