@@ -9,7 +9,7 @@ divide the link evenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -84,20 +84,31 @@ class PipelineShape:
 def shapes_of(
     plan: Plan, profile: Profile, machines: Sequence[int], speeds: Sequence[float], costs_of: CostsOf
 ) -> tuple[PipelineShape, ...]:
-    """The shape of every pipeline; ``machines`` and ``speeds`` are per worker."""
+    """The shape of every pipeline, the same object for those that are alike.
+
+    ``machines`` and ``speeds`` are per worker.
+    """
+    known: dict[Hashable, PipelineShape] = {}
     shapes = []
     for pipeline in plan.pipelines:
         workers = [stage.worker_index for stage in pipeline.stages]
-        shapes.append(
-            PipelineShape(
+        crosses = tuple(machines[a] != machines[b] for a, b in pairwise(workers))
+        last_size = len(plan.micro_batch_samples(pipeline.end_micro_batch - 1))
+        stages = tuple(
+            (stage.first_section, stage.end_section, stage.recompute, stage.max_in_flight, speeds[worker])
+            for stage, worker in zip(pipeline.stages, workers, strict=True)
+        )
+        key = (stages, crosses, pipeline.num_micro_batches, last_size)
+        if key not in known:
+            known[key] = PipelineShape(
                 schedule=plan.schedule,
                 stages=tuple(_stage_shape(stage, speeds[stage.worker_index]) for stage in pipeline.stages),
-                hops=tuple(Hop(across_machines=machines[a] != machines[b]) for a, b in pairwise(workers)),
+                hops=tuple(Hop(across_machines=crosses_here) for crosses_here in crosses),
                 num_micro_batches=pipeline.num_micro_batches,
                 micro_batch_size=plan.micro_batch_size,
-                last_size=len(plan.micro_batch_samples(pipeline.end_micro_batch - 1)),
+                last_size=last_size,
             )
-        )
+        shapes.append(known[key])
     if profile.across_machines.shared_bytes_per_s > 0:
         return _with_sharing(plan.pipelines, shapes, profile, machines, costs_of)
     return tuple(shapes)
@@ -122,34 +133,45 @@ def _with_sharing(
 ) -> tuple[PipelineShape, ...]:
     """Slow streams down by the others that leave the same machine (see the module's text)."""
     link = profile.across_machines
-    known = {shape: _busy_shares(shape, link, costs_of) for shape in set(shapes)}
-    busy = [known[shape] for shape in shapes]
-    streams: list[tuple[int, int, int]] = []  # pipeline, hop, direction
+    shares_of = {id(shape): _busy_shares(shape, link, costs_of) for shape in _distinct(shapes)}
+    crossing_of = {
+        id(shape): [index for index, hop in enumerate(shape.hops) if hop.across_machines]
+        for shape in _distinct(shapes)
+    }
     leaves: list[int] = []
     used: list[float] = []
-    for number, (pipeline, shape, shares) in enumerate(zip(pipelines, shapes, busy, strict=True)):
-        for index, hop in enumerate(shape.hops):
-            for direction in (ACTIVATION, GRADIENT) if hop.across_machines else ():
-                streams.append((number, index, direction))
+    for pipeline, shape in zip(pipelines, shapes, strict=True):
+        shares = shares_of[id(shape)]
+        for index in crossing_of[id(shape)]:
+            for direction in (ACTIVATION, GRADIENT):
                 leaves.append(machines[pipeline.stages[index + direction].worker_index])
                 used.append(shares[index][direction])
     streams_alone = link.shared_bytes_per_s / link.bytes_per_s
-    factors = slowdowns(np.array(leaves, dtype=np.int64), np.array(used), streams_alone)
-    slowdown = dict(zip(streams, factors.tolist(), strict=True))
-    slowed = []
-    for number, shape in enumerate(shapes):
-        hops = tuple(
-            replace(
-                hop,
-                activation_slowdown=slowdown[number, index, ACTIVATION],
-                gradient_slowdown=slowdown[number, index, GRADIENT],
-            )
-            if hop.across_machines
-            else hop
-            for index, hop in enumerate(shape.hops)
-        )
-        slowed.append(replace(shape, hops=hops))
-    return tuple(slowed)
+    factors = slowdowns(np.array(leaves, dtype=np.int64), np.array(used), streams_alone).tolist()
+    slowed: dict[Hashable, PipelineShape] = {}
+    found = []
+    first = 0
+    for shape in shapes:
+        crossing = crossing_of[id(shape)]
+        own = tuple(factors[first : first + 2 * len(crossing)])
+        first += len(own)
+        key = (id(shape), own)
+        if key not in slowed:
+            slowed[key] = _slowed(shape, crossing, own)
+        found.append(slowed[key])
+    return tuple(found)
+
+
+def _distinct(shapes: Sequence[PipelineShape]) -> list[PipelineShape]:
+    return list({id(shape): shape for shape in shapes}.values())
+
+
+def _slowed(shape: PipelineShape, crossing: Sequence[int], factors: Sequence[float]) -> PipelineShape:
+    """With a factor for each way of each hop in ``crossing``."""
+    hops = list(shape.hops)
+    for index, activation, gradient in zip(crossing, factors[::2], factors[1::2], strict=True):
+        hops[index] = Hop(across_machines=True, activation_slowdown=activation, gradient_slowdown=gradient)
+    return replace(shape, hops=tuple(hops))
 
 
 def _busy_shares(shape: PipelineShape, link: LinkProfile, costs_of: CostsOf) -> list[tuple[float, float]]:

@@ -180,15 +180,13 @@ def _run_pipelines(
     num_draws: int,
     simulate: Callable[[PipelineShape, Floats, int, int], _Simulated],
 ) -> list[_Simulated]:
-    """One step of every pipeline; those of one shape are simulated ``num_draws`` times at most."""
-    ids: dict[PipelineShape, int] = {}
+    """One step of every pipeline; those of one shape (object) are simulated ``num_draws`` times at most."""
     counts: Counter[int] = Counter()
     known: dict[tuple[int, int], _Simulated] = {}
     results = []
     for pipeline, shape in zip(plan.pipelines, shapes, strict=True):
-        shape_id = ids.setdefault(shape, len(ids))
-        key = (shape_id, counts[shape_id] % num_draws)
-        counts[shape_id] += 1
+        key = (id(shape), counts[id(shape)] % num_draws)
+        counts[id(shape)] += 1
         if key not in known:
             own_start_s = start_s[[stage.worker_index for stage in pipeline.stages]]
             known[key] = simulate(shape, own_start_s, len(known), len(plan.pipelines))

@@ -11,8 +11,10 @@ after them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +44,8 @@ def reduced_s(
     """When each worker's last gradient is summed: [workers], not before ``end_s``, the end of its last task."""
     if len(plan.pipelines) == 1 and not profile.ties:
         return end_s
-    tails = _Tails(plan, profile, speeds)
-    reductions = [*_of_sections(plan, profile, tails, end_s), *_of_ties(plan, profile, tails, end_s)]
+    tails, pipelines = _Tails(plan, profile, speeds), _Stages(plan)
+    reductions = [*_of_sections(profile, pipelines, tails, end_s), *_of_ties(profile, pipelines, tails, end_s)]
     machine_of = np.asarray(machines)
     groups = {id(reduction.workers): reduction for reduction in reductions}
     slowdowns = _slowdowns(profile, list(groups.values()), machine_of)
@@ -109,16 +111,16 @@ class _Tails:
         return before
 
 
-def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
+def _of_sections(profile: Profile, pipelines: _Stages, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
     """Buckets of what each section alone uses; sections between two borders have the same holders."""
-    if len(plan.pipelines) == 1:
+    if pipelines.count == 1:
         return
     tied = np.zeros(len(profile.sections))
     for tie in profile.ties:
         tied[list(tie.section_indices)] += tie.num_bytes
     first = 0
-    for end in sorted({stage.end_section for pipeline in plan.pipelines for stage in pipeline.stages}):
-        stages = _stages_at(plan, first)
+    for end in pipelines.ends:
+        stages = pipelines.at(first)
         workers = np.array([stage.worker_index for stage in stages])
         own_end_s, before = end_s[workers], tails.of(stages)
         waiting = 0.0
@@ -130,11 +132,11 @@ def _of_sections(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> 
         first = end
 
 
-def _of_ties(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
+def _of_ties(profile: Profile, pipelines: _Stages, tails: _Tails, end_s: Floats) -> Iterator[_Reduction]:
     for tie in profile.ties:
         ready_s: dict[int, float] = {}
         for index in sorted(tie.section_indices, reverse=True):  # backward comes to the first one last
-            stages = _stages_at(plan, index)
+            stages = pipelines.at(index)
             for stage, tail_s in zip(stages, tails.of(stages)(index).tolist(), strict=True):
                 ready_s[stage.worker_index] = float(end_s[stage.worker_index]) - tail_s
         if len(ready_s) > 1:
@@ -143,12 +145,19 @@ def _of_ties(plan: Plan, profile: Profile, tails: _Tails, end_s: Floats) -> Iter
             )
 
 
-def _stages_at(plan: Plan, section_index: int) -> list[StageSpec]:
-    """The stage of every pipeline that holds a section."""
-    return [
-        next(stage for stage in pipeline.stages if section_index < stage.end_section)
-        for pipeline in plan.pipelines
-    ]
+class _Stages:
+    """The stages of every pipeline, by section."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._stages = [pipeline.stages for pipeline in plan.pipelines]
+        self._ends = [[stage.end_section for stage in stages] for stages in self._stages]
+        self.ends = sorted(set(chain.from_iterable(self._ends)))
+        self.count = len(plan.pipelines)
+
+    def at(self, section_index: int) -> list[StageSpec]:
+        """The stage of every pipeline that holds a section."""
+        pairs = zip(self._stages, self._ends, strict=True)
+        return [stages[bisect_right(ends, section_index)] for stages, ends in pairs]
 
 
 def _duration_s(profile: Profile, reduction: _Reduction, slowdown: float | None) -> float:

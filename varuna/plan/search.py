@@ -27,7 +27,7 @@ from varuna.plan.setting import Setting
 CLOSE = 0.005
 """A layout that cannot be better than by this share is not looked at more closely."""
 
-BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 100_000, 250, 10_000
+BUDGET, BUDGET_PER_WORKER, MOST_WORKERS = 100_000, 170, 10_000
 """Simulated tasks that a search may cost, from the first layout that fits on, before it ends with the best."""
 
 UNTIL_ONE_FITS = 10
