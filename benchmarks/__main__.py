@@ -45,7 +45,8 @@ def main() -> int:
             print("goodput: left out, VARUNA_TRACES does not name the folder of its traces.\n", flush=True)
             continue
         command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *options]
-        if subprocess.run(command, check=False).returncode != 0:
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # it warns of names it cannot look up
+        if subprocess.run(command, check=False, env=quiet).returncode != 0:
             failed.append(name)
     if failed:
         print(f"Failed: {', '.join(failed)}.", file=sys.stderr)

@@ -3,7 +3,6 @@
 loader = MicroBatchLoader(dataset, collate_fn, seed=0, batch_size=256, micro_batch_size=8,
                           micro_batch_range=range(0, 16), first_step=0)
 micro_batch = loader.get(step_index, k)      # k counts within the global batch; in order, no gaps
-loader.reset(step_index)                     # go on from any other step
 loader.close()
 """
 
@@ -157,11 +156,6 @@ class MicroBatchLoader:
         self.start()
         return self._reader.take(step_index, micro_batch_index)
 
-    def reset(self, step_index: int) -> None:
-        """Go on from the first micro-batch of another step; what was loaded ahead is thrown away."""
-        self._reader.rewind()
-        self._next_step = step_index
-
     def close(self) -> None:
         """Stop loading, for good and from any thread; no thread or process is left."""
         self._reader.close()
@@ -294,15 +288,12 @@ class _Reader:
             flat=fetched.flat,
         )
 
-    def rewind(self) -> None:
+    def close(self) -> None:
+        self._is_closed = True
         with self._lock:
             source, self._source = self._source, None
         if source is not None:
             source.close()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self.rewind()
 
 
 def _fetcher(dataset: MapDataset, collate_fn: CollateFn | None, seed: int) -> Fetcher:
