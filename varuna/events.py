@@ -88,7 +88,7 @@ class CheckpointSaved(Event):
     Attributes:
         step: steps done.
         url: where it is.
-        size_bytes: of all its files; 0 if that is not known.
+        size_bytes: of all its files; 0 if that and the times are not known, since who knew them is gone.
         pause_s: how long training stood still for the copy.
         write_s: how long writing took behind it.
     """

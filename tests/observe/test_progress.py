@@ -11,6 +11,7 @@ from rich.console import Console
 from varuna.events import (
     CaptureFinished,
     CheckFinished,
+    CheckpointSaved,
     Evaluated,
     EventBus,
     Notice,
@@ -119,6 +120,16 @@ def test_plain_lines_golden():
         "step  11/200  loss 0.5000   norm 0.18     lr 3.00e-04  12.3k tok/s   312 MiB  1:34 left\n"
         "Evaluation: loss 2.3457 over 1,234 samples in 3.10 s.\n"
         "Stopped after 12 steps, 1:22 (KeyboardInterrupt).\n"
+    )
+
+
+def test_a_checkpoint_of_which_less_is_known_says_less():
+    known = CheckpointSaved(step=360, url="/c/360", size_bytes=2048, pause_s=0.01, write_s=1.5)
+    taken_over = CheckpointSaved(step=360, url="/c/360", size_bytes=0, pause_s=0.0, write_s=0.0)
+    text = run_plain([(0, known), (0, taken_over)])
+    assert text == (
+        "Checkpoint: step 360, 2.00 KiB in 1.5 s, training paused 10 ms: /c/360\n"
+        "Checkpoint: step 360: /c/360\n"
     )
 
 

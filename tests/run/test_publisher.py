@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from varuna.events import Event, Notice, TrainFinished, TrainStarted
+from tests.observe.test_progress import step
+from varuna.events import Event, Notice, StepFinished, TrainFinished, TrainStarted
 from varuna.run.publisher import Publisher
 
 STARTED = TrainStarted(first_step=0, num_steps=5)
@@ -19,6 +20,18 @@ def test_whoever_becomes_worker_0_tells_first_what_is_under_way() -> None:
     publisher.publish(Notice(text="a"))
     publisher.publish(FINISHED)
     assert told == [STARTED, Notice(text="a"), FINISHED]
+
+
+def test_whoever_becomes_worker_0_late_tells_what_is_left() -> None:
+    told: list[Event] = []
+    rank = 1
+    publisher = Publisher(lambda: told.append, lambda: rank == 0)
+    publisher.publish(STARTED)
+    publisher.publish(StepFinished(step=step(0)))
+    publisher.publish(StepFinished(step=step(1)))
+    rank = 0
+    publisher.publish(StepFinished(step=step(2)))
+    assert told == [TrainStarted(first_step=2, num_steps=3), StepFinished(step=step(2))]
 
 
 def test_a_training_that_is_over_is_not_told_afterwards() -> None:

@@ -184,6 +184,8 @@ class Narrator:
                 kind = "told to leave" if kind == WantedEnd.__name__ else kind
                 return [f"Stopped after {_plural(event.num_steps, 'step')}, "
                         f"{human_duration(event.duration_s)} ({kind})."]  # fmt: skip
+            case CheckpointSaved(size_bytes=0):
+                return [f"Checkpoint: step {event.step:,}: {event.url}"]
             case CheckpointSaved():
                 return [f"Checkpoint: step {event.step:,}, {human_bytes(event.size_bytes)} in "
                         f"{human_seconds(event.write_s)}, training paused {human_seconds(event.pause_s)}: "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from varuna.events import Event, EventBus, Listener, TrainFinished, TrainStarted
+from varuna.events import Event, EventBus, Listener, StepFinished, TrainFinished, TrainStarted
 
 
 class Publisher:
@@ -25,9 +26,8 @@ class Publisher:
         """Tell one event, if this worker is the one that tells; first the start of the training under way."""
         if isinstance(event, TrainStarted):
             self._untold = event
-        elif isinstance(event, TrainFinished) and not self._is_first():
-            self._untold = None
         if not self._is_first():
+            self._untold = _left_of(self._untold, event)
             return
         begun, self._untold = self._untold, None
         if self._listener is not None:
@@ -36,3 +36,15 @@ class Publisher:
         if begun is not None and begun is not event:
             self._bus.publish(begun)
         self._bus.publish(event)
+
+
+def _left_of(training: TrainStarted | None, event: Event) -> TrainStarted | None:
+    """What is still to come of a training after an event that nobody was told of here."""
+    if training is None or isinstance(event, TrainFinished):
+        return None
+    if not isinstance(event, StepFinished):
+        return training
+    first_step = event.step.index + 1
+    return replace(
+        training, first_step=first_step, num_steps=training.first_step + training.num_steps - first_step
+    )
