@@ -14,6 +14,7 @@ from varuna.generations import SampleShare
 from varuna.morph.instructions import Instruction, SamplesTold, StepsCommitted, StepsUndone
 from varuna.morph.journal import Journal
 from varuna.morph.messages import Described
+from varuna.morph.runs import INCOMPLETE_NAME
 from varuna.order import digest_of, sample_ids
 
 DESCRIBED = Described(sections=(), batch_size=8, dataset_length=37, seed=5)
@@ -166,3 +167,13 @@ def test_reading_leaves_the_file_as_it_is(journal: Path) -> None:
     assert audit(journal).exit_code == 0
     assert journal.read_bytes() == before
     assert sorted(path.name for path in journal.parent.iterdir()) == ["journal.sqlite"]
+
+
+def test_a_journal_that_was_set_aside_is_not_as_it_should_be(journal: Path) -> None:
+    aside = journal.rename(journal.with_name(INCOMPLETE_NAME))
+    done = audit(journal.parent)
+    assert done.exit_code == 1
+    assert done.output.startswith(
+        "The journal could not be written any more; what happened after that is not known."
+    )
+    assert f"{aside}: 6 steps in 2 generations" in done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,30 @@ def test_the_innermost_mark_stays_and_is_found_behind_causes() -> None:
 )
 def test_broken_connections_are_consequences(error: BaseException, is_root: bool) -> None:
     assert is_root_cause(error) is is_root
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_root"),
+    [
+        (["__main__"], True),  # a logging service that hung up, a closed standard output
+        (["__main__", "varuna.session", "users_model", "urllib3.connection", "socket"], True),
+        (["__main__", "varuna.session", "varuna.run.channel", "socket"], False),
+        (["__main__", "torch.distributed.distributed_c10d"], False),
+    ],
+)
+@pytest.mark.parametrize("raised", ["ConnectionResetError('peer')", "RuntimeError('Broken pipe')"])
+def test_whose_connection_it_was_is_told_by_the_code_that_used_it(
+    modules: list[str], is_root: bool, raised: str
+) -> None:
+    function = None
+    for name in reversed(modules):
+        scope: dict[str, Any] = {"__name__": name, "inner": function}
+        exec(f"def outer():\n    {'inner()' if function else f'raise {raised}'}", scope)
+        function = scope["outer"]
+    assert function is not None
+    with pytest.raises((ConnectionResetError, RuntimeError)) as caught:
+        function()
+    assert is_root_cause(caught.value) is is_root
 
 
 def test_the_earliest_real_cause_is_first() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from varuna.errors import PeerLost
 
 _PLACE_ATTRIBUTE = "__varuna_place__"
 _LOST_CONNECTION_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_WHO_CONNECTS_WORKERS = ("varuna.", "torch.distributed")
 _LOST_CONNECTION_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -118,14 +120,24 @@ def place_of(error: BaseException) -> FailurePlace:
 
 def is_root_cause(error: BaseException) -> bool:
     """Whether the exception is its own worker's fault, not a connection that another's death broke."""
-    if isinstance(error, (PeerLost, ConnectionError, BrokenPipeError)):
-        return False
-    if type(error).__name__ in _LOST_CONNECTION_TYPES:
+    if isinstance(error, PeerLost) or type(error).__name__ in _LOST_CONNECTION_TYPES:
         return False
     text = str(error).lower()
-    return not (
+    tells_of_one = isinstance(error, ConnectionError) or (
         isinstance(error, (RuntimeError, OSError)) and any(part in text for part in _LOST_CONNECTION_TEXTS)
     )
+    return not tells_of_one or _is_of_others(error)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether it comes from the user's code, or a library's: nothing of that connects workers."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(_WHO_CONNECTS_WORKERS):
+            return False
+        if module.partition(".")[0] not in (*sys.stdlib_module_names, "torch"):
+            return True
+    return False
 
 
 def record_of(error: BaseException, worker_index: int, *, exit_code: int = 1) -> FailureRecord:

@@ -47,6 +47,7 @@ class Books:
     """What was written down, in order."""
 
     written: list[tuple[str, Any]] = field(default_factory=list)
+    problem: str = ""
 
     def received(self, sender: str, message: Any, now_s: float) -> None:
         self.written.append((sender, message))
@@ -121,6 +122,19 @@ def test_a_silent_worker_is_fenced_when_its_limit_is_over_and_not_before() -> No
     assert here.sent(here.workers["w1"]) == [None]  # its connection is closed
     here.hub.from_worker("w1", here.workers["w1"], encode(Ready(digest="d")))
     assert here.status("w1") is WorkerStatus.GONE
+
+
+def test_books_that_cannot_be_written_are_told_of_once_and_left_alone() -> None:
+    here = Here(2)
+    here.books.problem = "the disk is full"
+    here.pass_time(1, "w0", "w1")
+    here.hub.from_worker("w0", here.workers["w0"], encode(Ready(digest="d")))
+    written = list(here.books.written)
+    here.pass_time(LIMIT_S + 1, "w0")
+    assert here.status("w1") is WorkerStatus.GONE
+    assert here.books.written == written
+    events = [event for event in here.hub.events.after(0) if event.kind == "journal"]
+    assert [event.text for event in events] == ["the disk is full"]
 
 
 def test_any_message_is_a_sign_of_life() -> None:

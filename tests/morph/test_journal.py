@@ -23,6 +23,7 @@ from varuna.morph.ledger_table import read_ledger
 from varuna.morph.messages import Beat, Described, Ready, StepDone, WorkerStarted
 from varuna.morph.phases import Phase
 from varuna.morph.planning import Planned
+from varuna.morph.runs import INCOMPLETE_NAME
 
 PLAN_FOR = planner(1, (2, 1, 3))
 
@@ -216,6 +217,28 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be opened"):
         Journal(tmp_path / "file" / "job.sqlite")
+
+
+def test_a_full_disk_ends_the_journal_and_not_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    journal.received("w0", DESCRIBED, 0.0)
+    (num_pages,) = journal._database.execute("PRAGMA page_count").fetchone()
+    journal._database.execute(f"PRAGMA max_page_count = {num_pages + 2}")
+    for step in range(500):
+        committed = StepsCommitted(
+            generation=0, first_step=step, end_step=step + 1, num_samples=DESCRIBED.batch_size
+        )
+        journal.follow([committed])
+        journal.ticked(float(step))
+    assert "database or disk is full" in journal.problem
+    assert not path.exists()
+    view = read_ledger(tmp_path / INCOMPLETE_NAME)
+    assert 0 < len(view.entries) < 500
+    assert audit(view.entries, view.order, None, view.shares) == ()
+    journal.close()
+    with pytest.raises(ConfigError, match="is incomplete: it could not be written any more"):
+        Journal(path)
 
 
 def test_time_goes_on_where_it_was() -> None:

@@ -128,8 +128,7 @@ def test_a_checkpoint_of_which_less_is_known_says_less():
     taken_over = CheckpointSaved(step=360, url="/c/360", size_bytes=0, pause_s=0.0, write_s=0.0)
     text = run_plain([(0, known), (0, taken_over)])
     assert text == (
-        "Checkpoint: step 360, 2.00 KiB in 1.5 s, training paused 10 ms: /c/360\n"
-        "Checkpoint: step 360: /c/360\n"
+        "Checkpoint: step 360, 2.00 KiB in 1.5 s, training paused 10 ms: /c/360\nCheckpoint: step 360: /c/360\n"
     )
 
 

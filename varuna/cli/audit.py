@@ -40,12 +40,15 @@ def audit(*, target: str, steps: int | None) -> None:
     """
     from varuna.morph.ledger import audit as findings_of
     from varuna.morph.ledger_table import read_ledger
+    from varuna.morph.runs import INCOMPLETE_NAME
 
     path = _journal(target)
     view = read_ledger(path)
-    findings = findings_of(view.entries, view.order, steps, view.shares)
-    for finding in findings[:_NUM_SHOWN]:
-        click.echo(finding.text)
+    findings = [finding.text for finding in findings_of(view.entries, view.order, steps, view.shares)]
+    if path.name == INCOMPLETE_NAME:
+        findings.append("The journal could not be written any more; what happened after that is not known.")
+    for text in findings[:_NUM_SHOWN]:
+        click.echo(text)
     if len(findings) > _NUM_SHOWN:
         click.echo(f"and {len(findings) - _NUM_SHOWN} more")
     if findings:
@@ -82,7 +85,7 @@ def _journal(target: str) -> Path:
     from varuna.morph.runs import JOURNAL_NAME, find_run
 
     if target and Path(target).is_dir():
-        return Path(target) / JOURNAL_NAME
+        return _whole_or_not(Path(target) / JOURNAL_NAME)
     if target and Path(target).exists():
         return Path(target)
     if os.sep in target:
@@ -90,4 +93,12 @@ def _journal(target: str) -> Path:
     run = find_run(cache_dir(os.environ), target)
     if not run.journal:
         raise ConfigError(f"The journal of run {run.run_id} is on its manager's machine. Give its path there.")
-    return Path(run.journal)
+    return _whole_or_not(Path(run.journal))
+
+
+def _whole_or_not(path: Path) -> Path:
+    """The journal, or the one that was set aside in its place."""
+    from varuna.morph.runs import INCOMPLETE_NAME
+
+    aside = path.with_name(INCOMPLETE_NAME)
+    return aside if aside.exists() and not path.exists() else path

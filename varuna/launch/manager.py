@@ -13,11 +13,13 @@ from pathlib import Path
 from varuna.config import MorphConfig
 from varuna.launch.protocol import Channel, StartManager
 from varuna.morph.heartbeat import Heartbeats
-from varuna.morph.runs import JOURNAL_NAME
+from varuna.morph.runs import INCOMPLETE_NAME, JOURNAL_NAME
 
 MANAGER_NAME = "manager"
 LOG_NAME = "manager.log"
-JOURNAL_NAMES = (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", f"{JOURNAL_NAME}-shm")
+JOURNAL_NAMES = tuple(
+    f"{name}{ending}" for name in (JOURNAL_NAME, INCOMPLETE_NAME) for ending in ("", "-wal", "-shm")
+)
 """The manager's files: what went wrong in it, and what it knows."""
 
 LOOPBACK = "127.0.0.1"
@@ -87,6 +89,12 @@ class ManagerProcess:
         self._starts_s: list[float] = []
         self._num_starts = 0
         self._num_heard = 0
+
+    @property
+    def lost_journal(self) -> Path | None:
+        """Its journal, if that could not be written any more: it cannot be started again then."""
+        aside = self.journal_path.with_name(INCOMPLETE_NAME)
+        return aside if aside.exists() else None
 
     def start(self, channel: Channel, now_s: float) -> None:
         """Have the zygote fork it."""

@@ -43,6 +43,7 @@ class Morphing:
     ) -> None:
         self.watch_s = config.manager_limit_s / _WATCHES_PER_LIMIT
         self._run_file: Path | None = None
+        self._has_told_of_journal = False
         self._manager = ManagerProcess(token, log_dir, config, many, run_id=run_id)
         machine = machine_name()
         self.agent = Agent(
@@ -71,10 +72,21 @@ class Morphing:
         if silent_s := self._manager.silent_s(self.agent.num_heard, now_s):
             say(f"the manager is silent for {silent_s:.0f} s and is killed; training goes on meanwhile")
             channel.send(SendSignal(name=MANAGER_NAME, signum=signal.SIGKILL))
+        if not self._has_told_of_journal and (aside := self._manager.lost_journal):
+            self._has_told_of_journal = True
+            say(
+                f"the manager's journal cannot be written any more (a full disk?) and is set aside as {aside}; "
+                f"training goes on, but a manager that ends now cannot be started again"
+            )
 
     def manager_exited(self, code: int, channel: Channel, now_s: float) -> str:
         """The manager's process is gone: start it again; or say why there will be none any more."""
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        if aside := self._manager.lost_journal:
+            self._manager.close()
+            return (
+                f"the manager has ended {how} and cannot be started again: its journal {aside} is incomplete."
+            )
         if not self._manager.may_start_again(now_s):
             self._manager.close()
             return f"the manager has ended {how}, again and again; see {self._manager.log_path}."

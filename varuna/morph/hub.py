@@ -53,7 +53,13 @@ LOST_S = 3.0
 
 
 class Books(Protocol):
-    """Where what happened is written down."""
+    """Where what happened is written down.
+
+    Attributes:
+        problem: why nothing is written any more, for people; empty while all is well.
+    """
+
+    problem: str
 
     def received(self, sender: str, message: FromWorker | FromAgent | FromWatch, now_s: float) -> None:
         """A message that the manager has handled."""
@@ -269,6 +275,9 @@ class Hub:
         """Written down before anybody hears of it."""
         if instructions and self._books is not None:
             self._books.follow(instructions)
+        if self._books is not None and self._books.problem:
+            problem, self._books = self._books.problem, None
+            self._tell("journal", problem)
         for instruction in instructions:
             match instruction:
                 case Send():

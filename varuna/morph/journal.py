@@ -5,14 +5,18 @@ It has, in the order of their arrival, all messages but heartbeats, with sender 
 made, since the planner may answer differently later; now and then the manager's whole state, so that what came
 before can be dropped; and the ledger. The state is a pure function of the rest: ``restore`` computes it again.
 
+A file that cannot be written any more (a full disk) ends the journal and not the job: it is set aside under
+``runs.INCOMPLETE_NAME``, nothing more is written, and no manager begins from it.
+
 No secret is ever in it: messages have none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +31,7 @@ from varuna.morph.messages import Beat, Described, FromAgent, FromWatch, FromWor
 from varuna.morph.planning import PlanFor, Planned
 from varuna.morph.policy import Policy
 from varuna.morph.record import JobRecord
+from varuna.morph.runs import INCOMPLETE_NAME
 from varuna.morph.state import Manager
 
 SCHEMA_VERSION = 1
@@ -74,14 +79,25 @@ class Journal:
     Args:
         path: of the file; made if it is not there, readable by its owner only.
 
+    Attributes:
+        problem: why nothing is written any more, for people; empty while all is well.
+
     Raises:
         ConfigError: it cannot be opened, is no journal, or is one of another version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.problem = ""
         self._manager: Manager | None = None
         self._num_since_snapshot = 0
+        aside = self.path.with_name(INCOMPLETE_NAME)
+        if aside.exists() and not self.path.exists():
+            raise ConfigError(
+                f"The journal {aside} is incomplete: it could not be written any more, perhaps for a full "
+                f"disk, and no manager can go on from it. Move it away to begin a new job, from a checkpoint "
+                f"if there is one."
+            )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -108,25 +124,16 @@ class Journal:
 
     def received(self, sender: str, message: FromWorker | FromAgent | FromWatch, now_s: float) -> None:
         """The manager has handled a message; nobody has heard yet what follows."""
-        if isinstance(message, Beat):
-            return
-        self._add(sender, encode(message).decode(), now_s)
-        if isinstance(message, Described) and not self._table.knows_order:
-            with self._database:
-                self._database.execute("BEGIN")
-                self._table.set_order(_order_of(message))
+        if not isinstance(message, Beat):
+            self._write(lambda: self._write_message(sender, message, now_s))
 
     def ticked(self, now_s: float) -> None:
         """The manager was told the time, and something follows from it."""
-        self._add("", None, now_s)
+        self._write(lambda: self._add("", None, now_s))
 
     def follow(self, instructions: Sequence[Instruction]) -> None:
         """What follows from the last entry."""
-        with self._database:
-            self._database.execute("BEGIN")
-            self._table.follow(instructions)
-        if self._num_since_snapshot >= SNAPSHOT_EVERY and self._manager is not None:
-            self._write_snapshot(self._manager.job)
+        self._write(lambda: self._write_consequences(instructions))
 
     # --- and what it hears ------------------------------------------------------------------
 
@@ -158,9 +165,8 @@ class Journal:
         self._num_since_snapshot = len(rows)
         (newest,) = self._database.execute("SELECT MAX(step_index) FROM ledger").fetchone()
         is_whole = newest is not None and newest + 1 == manager.job.num_committed
-        with self._database:  # the crash may have come between an entry and what follows from it
-            self._database.execute("BEGIN")
-            self._table.follow(last if is_whole else followed)
+        # the crash may have come between an entry and what follows from it
+        self._write(lambda: self._write_consequences(last if is_whole else followed))
         return Restored(manager=manager, now_s=now_s)
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
@@ -172,6 +178,41 @@ class Journal:
         return order_in(self._database)
 
     # --- the file ---------------------------------------------------------------------------
+
+    def _write(self, work: Callable[[], object]) -> None:
+        """Do it, if the file can still be written."""
+        if self.problem:
+            return
+        try:
+            work()
+        except sqlite3.Error as error:
+            self._set_aside(error)
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+        aside = self.path.with_name(INCOMPLETE_NAME)
+        for ending in ("", "-wal", "-shm"):
+            with contextlib.suppress(OSError):  # this one is not there
+                self.path.with_name(self.path.name + ending).rename(aside.with_name(aside.name + ending))
+        self.problem = (
+            f"the journal cannot be written any more ({error}) and is set aside as {aside}: the job goes on, "
+            f"but a manager that ends now cannot be started again"
+        )
+
+    def _write_message(self, sender: str, message: FromWorker | FromAgent | FromWatch, now_s: float) -> None:
+        self._add(sender, encode(message).decode(), now_s)
+        if isinstance(message, Described) and not self._table.knows_order:
+            with self._database:
+                self._database.execute("BEGIN")
+                self._table.set_order(_order_of(message))
+
+    def _write_consequences(self, instructions: Sequence[Instruction]) -> None:
+        with self._database:
+            self._database.execute("BEGIN")
+            self._table.follow(instructions)
+        if self._num_since_snapshot >= SNAPSHOT_EVERY and self._manager is not None:
+            self._write_snapshot(self._manager.job)
 
     def _prepare(self) -> None:
         self._database.execute("PRAGMA journal_mode = WAL")
@@ -236,15 +277,14 @@ class Journal:
         try:
             planned = plan_for(num_workers, described)
         except UserError as error:
-            self._database.execute(
-                "INSERT INTO plans (num_workers, refusal) VALUES (?, ?)", (num_workers, str(error))
-            )
+            self._remember(num_workers, None, str(error))
             return PlanError(str(error))
-        self._database.execute(
-            "INSERT INTO plans (num_workers, planned) VALUES (?, ?)",
-            (num_workers, msgspec.json.encode(planned).decode()),
-        )
+        self._remember(num_workers, msgspec.json.encode(planned).decode(), "")
         return planned
+
+    def _remember(self, num_workers: int, planned: str | None, refusal: str) -> None:
+        row = (num_workers, planned, refusal)
+        self._write(lambda: self._database.execute("INSERT INTO plans VALUES (?, ?, ?)", row))
 
 
 class ResumedClock:

@@ -19,6 +19,9 @@ from varuna.errors import ConfigError
 JOURNAL_NAME = "journal.sqlite"
 """The manager's journal, in the folder of a run's logs."""
 
+INCOMPLETE_NAME = f"incomplete-{JOURNAL_NAME}"
+"""A journal that could not be written any more, from then on."""
+
 
 class RunInfo(Struct, frozen=True, kw_only=True):
     """One run.
