@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from varuna.aside import leave
 from varuna.launch.processes import (
     adopt_orphans,
     die_with_parent,
@@ -60,7 +61,7 @@ def main() -> None:
     job = Zygote(channel).serve()
     if job is None:
         os._exit(0)  # nothing here needs the interpreter's orderly end, which takes a while with torch
-    sys.exit(job())
+    leave(job())
 
 
 def _import_what_workers_need() -> None:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+from varuna.aside import start_aside
 from varuna.errors import ConfigError, PeerLost
-from varuna.run.aside import start_aside
 from varuna.run.group import Group
 from varuna.run.pending import Pending
 from varuna.run.sockets import SocketLedger

@@ -14,8 +14,8 @@ from datetime import timedelta
 
 from torch.distributed import Work
 
+from varuna.aside import start_aside
 from varuna.errors import PeerLost
-from varuna.run.aside import start_aside
 
 IsClosed = Callable[[], bool]
 """Whether the generation was closed meanwhile, by another thread."""
