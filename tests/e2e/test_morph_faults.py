@@ -56,7 +56,7 @@ def test_a_busy_worker_is_not_fenced(start: Start) -> None:
     environ = {"VARUNA_HEARTBEAT_S": "1"}
     run = start(fault("hold", 2, "forward", 6, 2), environ=environ)
     run.fired(2)
-    assert run.status().num_committed == 6
+    wait_until(lambda: run.status().num_committed == 6, 120, "the manager has heard of all steps")
     with pytest.raises(AssertionError, match="not within 3 s"):
         wait_until(lambda: run.status().num_committed > 6 or run.status().generation > 0, 3)
     run.script.release()
