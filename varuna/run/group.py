@@ -75,7 +75,8 @@ class Group:
     def start_send(self, tensor: torch.Tensor, to: int) -> Pending:
         """Begin to send; several to one peer arrive in this order. Keep the tensor until ``wait`` is over."""
         peer = self.ranks.index(to)
-        return self._start_message(f"send to worker {to}", lambda group: group.send([tensor], peer, 0))
+        what = f"send to worker {to}"
+        return self._start(what, lambda group: group.send([tensor], peer, 0), is_message=True)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (same size and dtype as sent) from world rank ``source``."""
@@ -84,7 +85,8 @@ class Group:
     def start_receive(self, tensor: torch.Tensor, source: int) -> Pending:
         """Begin to fill ``tensor``; several from one peer are filled in this order."""
         peer = self.ranks.index(source)
-        return self._start_message(f"receive from worker {source}", lambda group: group.recv([tensor], peer, 0))
+        what = f"receive from worker {source}"
+        return self._start(what, lambda group: group.recv([tensor], peer, 0), is_message=True)
 
     def send_bytes(self, data: bytes, to: int) -> None:
         """Send bytes of any length to world rank ``to``."""
@@ -131,13 +133,8 @@ class Group:
         """A tensor where this group's backend can work on it (NCCL: on the device)."""
         return tensor.to(self._device)
 
-    def _start(self, what: str, call: Any) -> Pending:
-        return self._started(what, call, self._wait_for_collective)
-
-    def _start_message(self, what: str, call: Any) -> Pending:
-        return self._started(what, call, self._wait_for_message)
-
-    def _started(self, what: str, call: Any, wait_for: Wait) -> Pending:
+    def _start(self, what: str, call: Any, *, is_message: bool = False) -> Pending:
+        wait_for = self._wait_for_message if is_message else self._wait_for_collective
         what = f"Worker {self._rank}: {what} among workers {list(self.ranks)}"
         with self._in_use:
             if self.process_group is None:  # closed by another thread
