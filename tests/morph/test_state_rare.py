@@ -315,6 +315,16 @@ def test_the_earliest_deadline_counts() -> None:
     assert len(told(world, "notice")) == 1
 
 
+@pytest.mark.parametrize(
+    ("deadline_s", "within"),
+    [(0, ""), (0.1, " within 0.1 s"), (9.64, " within 9.6 s"), (29.97, " within 30 s"), (119, " within 119 s")],
+)
+def test_what_is_left_of_a_grace_is_told_in_round_numbers(deadline_s: float, within: str) -> None:
+    world = started(3, stages=(1,), num_steps=8)
+    world.deliver("m0", LeaveAsked(incarnation="w2", deadline_s=deadline_s, source="test"))
+    assert told(world, "notice") == [f"w2 is asked to leave{within} (test)"]
+
+
 def test_members_that_connect_late_tell_their_newest_state_first() -> None:
     """A manager that comes up when the first generation is over already still learns of its plan."""
     plan_for = planner(1, (1,))

@@ -185,7 +185,7 @@ class Agents(Endings):
                 continue
             worker.asked[ask] = leaving
             if worker.leaving is None:
-                within = f" within {message.deadline_s:g} s" if deadline_s is not None else ""
+                within = f" within {_rounded(message.deadline_s)} s" if deadline_s is not None else ""
                 self._tell("notice", f"{worker.incarnation} is asked to leave{within} ({message.source})")
             worker.leaving = min(worker.asked.values(), key=_end_s)
             if worker.status is not WorkerStatus.MEMBER and worker.founding_rank is None:
@@ -217,6 +217,11 @@ class Agents(Endings):
 
 def _name_of(message: LeaveAsked | LeaveWithdrawn) -> str:
     return f"{message.source} {message.event_id}".rstrip()
+
+
+def _rounded(seconds: float) -> str:
+    """What is left of a grace, for people: some of it went by on the way here."""
+    return f"{round(seconds)}" if seconds >= 10 else f"{round(seconds, 1):g}"
 
 
 def _end_s(leaving: Leaving) -> float:
