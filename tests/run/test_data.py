@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -315,10 +316,11 @@ def test_a_data_worker_that_dies_is_an_error_not_a_hang():
         read(loader(Dying(23), num_data_workers=1), range(5))
 
 
-def test_a_data_worker_ends_when_its_parent_is_killed():
+def test_a_data_worker_ends_when_its_parent_is_killed(tmp_path):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        tempfile.tempdir = str(tmp_path)  # multiprocessing's folders, which a killed process leaves there
         data = loader(Noisy(23), num_data_workers=1)
         data.get(0, 0)
         os.write(writer, str(psutil.Process().children()[0].pid).encode())
