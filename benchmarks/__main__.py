@@ -41,8 +41,10 @@ def main() -> int:
         if name == "jitter" and os.geteuid() != 0:
             print("jitter: left out, it needs root for network namespaces.\n", flush=True)
             continue
-        if name == "goodput" and not os.environ.get("VARUNA_TRACES"):
-            print("goodput: left out, VARUNA_TRACES does not name the folder of its traces.\n", flush=True)
+        if name == "goodput" and not (os.environ.get("VARUNA_TRACES") or "--traces" in options):
+            print(
+                "goodput: left out, neither VARUNA_TRACES nor --traces names its traces' folder.\n", flush=True
+            )
             continue
         command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *options]
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # it warns of names it cannot look up

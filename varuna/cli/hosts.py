@@ -44,10 +44,10 @@ def hosts_options(command: _Command) -> _Command:
             "env_files",
             multiple=True,
             type=click.Path(dir_okay=False, path_type=Path),
-            help="With --hosts or --ray: variables for the machines, NAME=VALUE lines.",
+            help="With --hosts, --ray or --slurm: variables for the machines, NAME=VALUE lines.",
         ),
         click.option(
-            "--env", multiple=True, metavar="NAME[=VALUE]", help="With --hosts or --ray: one variable."
+            "--env", multiple=True, metavar="NAME[=VALUE]", help="With --hosts, --ray or --slurm: one variable."
         ),
         click.option(
             "--address",
