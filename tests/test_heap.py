@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+NUM_PAGES = (64 << 20) // os.sysconf("SC_PAGE_SIZE")
 SCRIPT = """
-import resource, sys
+import resource
 import torch
 from varuna.heap import keep_freed_memory, return_memory
 
@@ -24,7 +25,7 @@ def step():
     while activations:
         activations.pop()
 
-kept = sys.argv[1] == "keep" and keep_freed_memory()
+kept = keep_freed_memory()
 for _ in range(3):
     step()
 before = faults()
@@ -36,10 +37,10 @@ print(int(kept), taken // 10, (held - resident()) >> 20)
 """
 
 
-def figures(how: str, **environ: str) -> tuple[bool, int, int]:
+def figures(**environ: str) -> tuple[bool, int, int]:
     """Whether memory is kept, page faults of a step of 64 MiB, MiB that ``return_memory`` then gave back."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how],
+        [sys.executable, "-c", SCRIPT],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True,
         text=True,
@@ -50,17 +51,18 @@ def figures(how: str, **environ: str) -> tuple[bool, int, int]:
 
 
 def test_memory_of_a_step_is_kept_for_the_next_and_given_back_when_asked_for() -> None:
-    num_pages = (64 << 20) // os.sysconf("SC_PAGE_SIZE")
-    kept, faults, returned = figures("keep")
+    kept, faults, returned = figures()
     assert kept
-    assert faults < num_pages // 50
+    assert faults < NUM_PAGES // 50
     assert returned >= 60
-    _, usual_faults, _ = figures("usual")
-    assert usual_faults > num_pages // 2, "glibc keeps memory by itself here: nothing is shown"
 
 
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_settings_of_the_user_stay(name: str) -> None:
-    value = "glibc.malloc.trim_threshold=1048576" if name == "GLIBC_TUNABLES" else "1048576"
-    kept, _, _ = figures("keep", **{name: value})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_MMAP_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")],
+)
+def test_settings_of_the_user_stay(name: str, value: str) -> None:
+    """Here that every piece is mapped by itself, and goes back at once."""
+    kept, faults, _ = figures(**{name: value})
     assert not kept
+    assert faults > NUM_PAGES // 2
