@@ -102,6 +102,9 @@ def test_whose_connection_it_was_is_told_by_the_code_that_used_it(
     with pytest.raises((ConnectionResetError, RuntimeError)) as caught:
         function()
     assert is_root_cause(caught.value) is is_root
+    failed = WorkerFailed(f"in forward of micro-batch 3: {caught.value}: connection reset by peer")
+    failed.__cause__ = caught.value
+    assert is_root_cause(failed) is is_root
 
 
 def test_the_earliest_real_cause_is_first() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from varuna.errors import PeerLost
+from varuna.errors import PeerLost, WorkerFailed
 
 _PLACE_ATTRIBUTE = "__varuna_place__"
 _LOST_CONNECTION_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -120,6 +120,8 @@ def place_of(error: BaseException) -> FailurePlace:
 
 def is_root_cause(error: BaseException) -> bool:
     """Whether the exception is its own worker's fault, not a connection that another's death broke."""
+    if isinstance(error, WorkerFailed) and error.__cause__ is not None:  # what the user's code raised
+        return is_root_cause(error.__cause__)
     if isinstance(error, PeerLost) or type(error).__name__ in _LOST_CONNECTION_TYPES:
         return False
     text = str(error).lower()
