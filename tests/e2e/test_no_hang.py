@@ -152,6 +152,16 @@ def test_a_worker_that_leaves_the_loop_ends_the_job(jobs: Warm, tmp_path: Path) 
     assert "its script ended before the others'" in failed(ended)
 
 
+def test_a_worker_that_leaves_the_loop_ends_a_job_whose_workers_may_come_and_go(
+    jobs: Warm, tmp_path: Path
+) -> None:
+    """There a worker whose script is over stays for the others, who wait for it in the next step."""
+    ended = jobs.run(tmp_path, "faults.py", "leave", "loop", "2", morphs=True).wait()
+    first = failed(ended).splitlines()[1]
+    assert "ProtocolError: The script of worker 2 is over, but worker " in first
+    assert " goes on to training step 1. All workers must leave a train loop after the same step" in first
+
+
 # --- workers that do different things -------------------------------------------------------
 
 

@@ -94,8 +94,9 @@ class ScriptedControl:
         assert report.generation <= self.generation.index
         assert report.committed
 
-    def finished(self, report: HaltReport) -> None:
+    def finished(self, report: HaltReport, check: Callable[[], None]) -> None:
         assert report.is_finished
+        check()
 
     def close(self) -> None:
         """There is nothing to close."""

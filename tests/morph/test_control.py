@@ -14,7 +14,7 @@ from aiohttp import web
 from tests.launch.jobs import wait_until
 from tests.morph.serving import TOKEN, Place, place
 from tests.morph.world_parts import DESCRIBED
-from varuna.errors import ConfigError, RunError
+from varuna.errors import ConfigError, ProtocolError, RunError
 from varuna.generations import (
     Formation,
     FormingTimes,
@@ -362,9 +362,13 @@ def test_a_fenced_worker_gives_up_what_it_does_and_ends(setup: Setup) -> None:
         assert ended.value.code == 0
 
 
+def agrees() -> None:
+    """The others make no call that this worker does not make."""
+
+
 def test_a_worker_that_has_finished_stays_until_it_gets_leave(setup: Setup) -> None:
     found: list[Verdict | None] = []
-    waiting = threading.Thread(target=lambda: found.append(setup.control.finished(report(0))))
+    waiting = threading.Thread(target=lambda: found.append(setup.control.finished(report(0), agrees)))
     waiting.start()
     assert setup.mouth.next(Finished).report == report(0)
     setup.say(Abort(generation=7, reason="another generation"))
@@ -384,7 +388,7 @@ def test_a_worker_that_has_finished_helps_if_its_generation_ends(setup: Setup, i
         setup.say(abort)
         wait_until(lambda: generation.aborted, TIMEOUT_S, "the abort")
     found: list[Verdict | None] = []
-    waiting = threading.Thread(target=lambda: found.append(setup.control.finished(report(0))))
+    waiting = threading.Thread(target=lambda: found.append(setup.control.finished(report(0), agrees)))
     waiting.start()
     if not is_early:
         setup.mouth.next(Finished)
@@ -401,7 +405,22 @@ def test_a_worker_that_has_finished_does_not_wait_for_ever_for_a_manager(
     monkeypatch.setattr(control, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(control, "_LOOK_S", 0.05)
     setup.at.end()
-    assert setup.control.finished(report(0)) is None
+    assert setup.control.finished(report(0), agrees) is None
+
+
+def test_a_worker_that_has_finished_looks_whether_the_others_go_on(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_LOOK_S", 0.05)
+    looks = iter([None, None, ProtocolError("worker 2 goes on to training step 11")])
+
+    def check() -> None:
+        error = next(looks)
+        if error is not None:
+            raise error
+
+    with pytest.raises(ProtocolError, match="goes on to training step 11"):
+        setup.control.finished(report(0), check)
 
 
 def test_a_further_job_of_a_script_says_what_it_cannot() -> None:

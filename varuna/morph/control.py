@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -207,7 +207,7 @@ class ManagedControl:
         )
         self._link.send(encode(message))
 
-    def finished(self, report: HaltReport) -> Verdict | None:
+    def finished(self, report: HaltReport, check: Callable[[], None]) -> Verdict | None:
         """See ``varuna.run.member.Control``."""
         with self._lock:
             self._is_finished = True
@@ -218,6 +218,7 @@ class ManagedControl:
             try:
                 order = self._orders.get(timeout=_LOOK_S)
             except queue.Empty:
+                check()
                 if self._link.is_connected:
                     away_since_s = None
                 elif away_since_s is None:

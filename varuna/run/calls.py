@@ -2,7 +2,8 @@
 
 Every worker tells in the store which call it makes, as number and name: one message per step that nobody
 answers. A call that is rare waits until all others make it too, and so finds out if one of them makes another
-one, which would leave both waiting for messages that never come.
+one, which would leave both waiting for messages that never come. A worker whose script is over, and that stays
+for the others, looks whether they go on without it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,6 +26,7 @@ _SHORT_POLL_S = 0.001
 _MOST_WAIT_S = 5.0
 """Rank 0 waits no longer than this for others to see that all have come: one may have died just then."""
 _END = "the end of its script"
+_NUM_LOOKED_AT = 4
 _T = TypeVar("_T")
 
 
@@ -41,6 +44,8 @@ class Calls:
         self._store = PrefixStore(f"calls-{generation}", world.store)
         self._made = [0]
         self._is_alone = world.size == 1
+        self._others = deque(rank for rank in range(world.size) if rank != world.rank)
+        self._others.rotate(-world.rank)  # each begins with whoever follows it
         self._aborted = ""
         self._end = weakref.finalize(self, _tell_end, self._store, world.rank, self._made)
         if self._is_alone:
@@ -81,6 +86,27 @@ class Calls:
             while not self._has_seen(rank) and time.monotonic() < go_on_s:
                 self._check_life(rank, call)
                 time.sleep(_SHORT_POLL_S)
+
+    def check_nobody_goes_on(self) -> None:
+        """For a worker whose script is over: look at some others, each time at the next ones.
+
+        Raises:
+            ProtocolError: one of them makes a call that this worker will not make.
+        """
+        if self._aborted:
+            return
+        with contextlib.suppress(DistError):  # whoever serves the store is lost: that is heard of elsewhere
+            for _ in range(min(_NUM_LOOKED_AT, len(self._others))):
+                self._others.rotate(-1)
+                rank = self._others[-1]
+                index, name = self._call_of(rank) or (0, _END)
+                if index > self._made[0] and name != _END:
+                    raise ProtocolError(
+                        f"The script of worker {self._world.rank} is over, but worker {rank} goes on to "
+                        f"{name}. All workers must leave a train loop after the same step and make the same "
+                        f"calls: decide by what is equal on all of them, such as step.loss or what evaluate "
+                        f"returns."
+                    )
 
     def in_turn(self, call: str, work: Callable[[], _T]) -> _T:
         """Do ``work`` on rank 0 and each machine's first worker, then on the others: it is in the cache.

@@ -50,10 +50,11 @@ class Control(Protocol):
     def step_done(self, report: StepReport) -> None:
         """A step's update has been made here."""
 
-    def finished(self, report: HaltReport) -> Verdict | None:
+    def finished(self, report: HaltReport, check: Callable[[], None]) -> Verdict | None:
         """This worker's script is over: wait until those of all are.
 
         None then; a verdict if the generation has ended before that: take part in the next, and come again.
+        Meanwhile ``check`` is called now and then, and raises if the others go on without this worker.
         """
 
 
@@ -208,13 +209,14 @@ class Member:
 
         Raises:
             WantedEnd: it was fenced meanwhile.
+            ProtocolError: the others go on to a step or call that this worker's script has left out.
         """
         if self._control is None:
             return
         while True:
             settle()
             report = replace(self._report("its script is over"), is_finished=True, was_first=self._was_first)
-            verdict = self._control.finished(report)
+            verdict = self._control.finished(report, self.generation.calls.check_nobody_goes_on)
             if verdict is None:
                 return
             self.generation.abort("a member is gone")
