@@ -224,6 +224,6 @@ def address_facing(names: Sequence[str]) -> str:
         except OSError:
             continue
     raise ConfigError(
-        f"Which address of this machine do {', '.join(names) or 'the machines'} reach? None of these names has "
-        f"an address here. Give it with --address."
+        f"By which address is this machine reached from {', '.join(names) or 'the machines'}? None of these "
+        f"names has an address here (ssh's configuration may have one). Give this machine's with --address."
     )

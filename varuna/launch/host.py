@@ -204,7 +204,8 @@ class ManagerHost:
         say(f"run {record.run_id} is managed at {url}; {where}")
         flags = " --token-file TOKEN" if self._says_token else ""
         command = f"varuna agent --manager {url}{flags} train.py"
-        say(f"it begins when {record.min_workers} workers are offered: {command}")
+        workers = "1 worker" if record.min_workers == 1 else f"{record.min_workers} workers"
+        say(f"it begins with {workers}; machines take part, then or later, by: {command}")
 
     def _read_reports(self, now_s: float) -> str:
         """What the zygote tells; why nothing can go on, if so."""

@@ -44,6 +44,7 @@ GONE_GRACE_S = 10.0
 """What workers get to leave when the launcher that started this agent from another machine is gone."""
 
 _SAY_AWAY_S = 10.0
+_SAY_ABSENT_S = 30.0  # of one that has not answered yet: it may just be starting
 _LOOK_S = 1.0
 
 
@@ -151,7 +152,8 @@ class _MachineLauncher(Launcher):
         if self.agent.is_connected:
             self._heard_s, self._has_said_away = now_s, False
         away_s = now_s - self._heard_s
-        if away_s >= _SAY_AWAY_S and not self._has_said_away and not self._is_over:
+        patience_s = _SAY_AWAY_S if self._is_welcome else _SAY_ABSENT_S
+        if away_s >= patience_s and not self._has_said_away and not self._is_over:
             self._has_said_away = True
             goes_on = "; the workers go on" if self.living else ""
             say(f"the manager at {self._offered.url} does not answer{goes_on}; trying again")

@@ -75,8 +75,9 @@ def find_run(cache_dir: Path, run_id: str = "") -> RunInfo:
     known = ", ".join(run.run_id for run in runs) or "none"
     what = f"No run {run_id!r}" if run_id else "No run"
     raise ConfigError(
-        f"{what} with a manager on this machine; running: {known}. A run has one if it was started with "
-        f"`varuna run --workers N` for N > 1, by this user and with the same cache directory ({cache_dir})."
+        f"{what} with a manager on this machine; running: {known}. A run has one if it was started by `varuna "
+        f"manager`, or by `varuna run` with several workers or machines, by this user, with the same cache "
+        f"directory ({cache_dir}), and while that command lives. Of another machine's, say --manager URL."
     )
 
 
