@@ -218,6 +218,11 @@ class Stream(IterableDataset[Any]):
         return iter(SAMPLES)
 
 
+class Half(list[Any]):
+    def __len__(self) -> int:
+        return 3.5  # type: ignore[return-value]  # noqa: PLE0303
+
+
 @pytest.mark.parametrize(
     ("dataset", "told"),
     [
@@ -226,8 +231,9 @@ class Stream(IterableDataset[Any]):
         (Stream(), ("The dataset (Stream) is an IterableDataset.", "Give a map-style dataset")),
         (iter(SAMPLES), ("The dataset (list_iterator) has no __len__.", "Give a map-style dataset")),
         (DataLoader(SAMPLES), ("A DataLoader was given", "Give its .dataset")),
+        (Half(), ("len() of the dataset (Half) raised TypeError:", "a whole number")),
     ],
-    ids=["empty", "short", "iterable", "iterator", "DataLoader"],
+    ids=["empty", "short", "iterable", "iterator", "DataLoader", "half"],
 )
 def test_a_dataset(dataset: Any, told: tuple[str, ...]) -> None:
     with refused(varuna.DataError, *told):

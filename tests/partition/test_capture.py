@@ -330,6 +330,7 @@ def test_forms_of_loss(make: Callable[[Tensor, Tensor], Any], weight: float) -> 
         (lambda h, x: None, "None"),
         (lambda h, x: h.detach().mean(), "does not depend on any trainable parameter"),
         (lambda h, x: Loss(sum=h, weight=1), r"sum .*shape \(batch, 2\)"),
+        (lambda h, x: torch.complex(h, h).mean(), r"complex \(Tensor\(\) of complex64\)"),
         (lambda h, x: Loss(sum=1.0, weight=1), "must be a tensor"),  # type: ignore[arg-type]
         (lambda h, x: Loss(sum=h.sum(), weight="1"), "must be a number"),  # type: ignore[arg-type]
     ],

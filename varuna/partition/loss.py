@@ -144,4 +144,9 @@ def _one_element(value: Tensor, what: str) -> Tensor:
             f"element. "
             f"Reduce it in forward, e.g. with .mean(), or return varuna.Loss(sum=..., weight=...)."
         )
+    if value.is_complex():
+        raise LossError(
+            f"The {what} that the model's forward returned is complex ({describe(value)}), and gradients need "
+            f"a real one. Take .abs() or .real of it."
+        )
     return value if value.dim() == 0 else torch.reshape(value, ())

@@ -57,7 +57,7 @@ def check_dataset(dataset: Any, batch_size: int = 1) -> int:
     """The dataset's length, if it can be trained on with this global batch size.
 
     Raises:
-        DataError: samples cannot be read by index, it is empty, or shorter than one global batch.
+        DataError: samples cannot be read by index or counted, it is empty, or shorter than a global batch.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -73,7 +73,13 @@ def check_dataset(dataset: Any, batch_size: int = 1) -> int:
             "used once an epoch, and a step can be repeated on other workers. Give a map-style dataset (with "
             "__len__ and __getitem__): a list of the samples, or an index of where each one lies in its file."
         )
-    length = len(dataset)
+    try:
+        length = len(dataset)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"len() of the dataset ({kind}) raised {type(error).__name__}: {error}. Its __len__ must return "
+            f"the number of samples, a whole number."
+        ) from error
     if length == 0:
         raise DataError(f"The dataset ({kind}) is empty. Check the path or the filter that made it.")
     if length < batch_size:
