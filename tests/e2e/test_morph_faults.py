@@ -33,7 +33,9 @@ def test_a_frozen_worker_is_fenced_and_killed(start: Start) -> None:
 
 def test_a_worker_that_thaws_finds_itself_refused_and_ends(start: Start) -> None:
     """The launcher is frozen too, as with a whole machine: nobody can kill the frozen worker."""
-    run = start(fault("freeze", 2, "forward", 6, 2), environ=HEARTBEAT, limit=20)
+    run = start(fault("freeze", 2, "forward", 6, 2), environ=HEARTBEAT, limit=4)
+    run.event("running", "generation 0 runs")  # the manager has heard of all workers, from them and the launcher
+    run.limit(20)
     run.fired(2)
     frozen, launcher = run.worker(2), run.process("varuna-worker-2").parent().parent()
     launcher.send_signal(signal.SIGSTOP)

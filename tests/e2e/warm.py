@@ -44,7 +44,7 @@ from varuna.launch.protocol import Channel, Ready
 from varuna.launch.zygote import Zygote
 from varuna.partition import partition
 
-LONGEST_S = 60.0
+LONGEST_S = 240.0
 ForkedJob = Callable[[], int]
 
 
