@@ -98,6 +98,28 @@ def test_one_is_killed_while_the_job_goes_back(start: Start, tmp_path: Path) -> 
     run.end_is_exact()
 
 
+def test_newcomers_alone_go_on_with_the_numbers_of_saves(start: Start, tmp_path: Path) -> None:
+    """Nobody is left who knew them: what is saved later still counts as newer."""
+    place = tmp_path / "saved"
+    run = start(stages=2, workers=2, limit=13, environ=saved_in(place))
+    run.event("checkpoint", "step 10 is saved")
+    run.client.add_workers(2)
+    for _ in range(2):
+        run.event("ready")
+    run.steps_done(13)  # the members wait in their scripts
+    for member in [run.worker(number) for number in range(2)]:
+        member.kill()
+    run.event("going back", "back to step 10")
+    run.limit(NUM_STEPS)
+    run.ends_well()
+    assert run.steps_are_exact(goes_back=True) == set(range(NUM_STEPS))
+    run.ledger_is_right()
+    run.end_is_exact()
+    orders = saves_in(open_store(str(place)))  # newest first
+    assert [order.step for order in orders] == list(range(NUM_STEPS, 0, -10))
+    assert [order.sequence for order in orders] == list(range(len(orders), 0, -1))
+
+
 # --- dying in the middle of a save ----------------------------------------------------------
 
 

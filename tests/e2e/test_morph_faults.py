@@ -34,7 +34,7 @@ def test_a_frozen_worker_is_fenced_and_killed(start: Start) -> None:
 def test_a_worker_that_thaws_finds_itself_refused_and_ends(start: Start) -> None:
     """The launcher is frozen too, as with a whole machine: nobody can kill the frozen worker."""
     run = start(fault("freeze", 2, "forward", 6, 2), environ=HEARTBEAT, limit=4)
-    run.event("running", "generation 0 runs")  # the manager has heard of all workers, from them and the launcher
+    run.event("running", "generation 0 runs")  # the manager has heard of all, from them and from the launcher
     run.limit(20)
     run.fired(2)
     frozen, launcher = run.worker(2), run.process("varuna-worker-2").parent().parent()
@@ -49,7 +49,9 @@ def test_a_worker_that_thaws_finds_itself_refused_and_ends(start: Start) -> None
     launcher.send_signal(signal.SIGCONT)
     run.limit(NUM_STEPS)
     ended = run.ends_well()
-    assert "worker 2" not in ended.stderr
+    told = [line for line in ended.stderr.splitlines() if "worker 2" in line]
+    # the launcher may hear the manager's order to kill it just before it hears that it has ended
+    assert told in ([], ["varuna: worker 2 does not answer and is killed; the others go on"])
     run.is_exact()
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from varuna.checkpoint.commit import Committer
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.find import Checkpoint
+from varuna.checkpoint.find import Checkpoint, saves_in
 from varuna.checkpoint.load import read_tensors
 from varuna.checkpoint.retention import Retention
 from varuna.checkpoint.save import Saver
@@ -199,9 +199,18 @@ class Checkpoints:
         self._sections_of(worker).take(self._back_to, section_indices)
 
     def start_over(self) -> None:
-        """All members are newcomers: the script runs from its beginning, from that checkpoint on."""
+        """All members are newcomers: the script runs from its beginning, from that checkpoint on.
+
+        Nobody tells them the number of the newest save, so they look.
+
+        Raises:
+            CheckpointError: the place cannot be listed.
+        """
         assert self._back_to is not None, "before go_back"
+        assert self._store is not None
         self._standing.start_over(self._back_to.manifest.job)
+        orders = (self._back_to.manifest.order, *saves_in(self._store))
+        self._standing.last_sequence = max(order.sequence for order in orders)
 
     # --- inside -----------------------------------------------------------------------------
 
