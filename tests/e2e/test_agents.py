@@ -111,7 +111,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
-    """With the store in which the first generation meets: agents and workers find it again, nothing is lost."""
+    """With the store in which the first generation meets: training goes on, and all find the next manager."""
     cluster = machines(limit=6)  # before it compares workers' speeds: nothing is under way
     cluster.start_agent("a")
     cluster.start_agent("b")
@@ -122,6 +122,9 @@ def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
     assert cluster.join("manager") == -signal.SIGKILL
     wait_until(lambda: not any(_is_alive(one) for one in gone), 60, "all of it is gone")
     cluster.limit(20)
+    files = list(cluster.directory.glob("steps-*.jsonl"))
+    assert len(files) == 4
+    wait_until(lambda: all(len(_text(one).splitlines()) == 20 for one in files), 60, "steps without a manager")
     cluster.start_manager()
     assert cluster.url == url
     wait_until(lambda: all(one.is_connected for one in cluster.status().workers), 120, "all are back")

@@ -94,6 +94,10 @@ class ScriptedControl:
         assert report.generation <= self.generation.index
         assert report.committed
 
+    @property
+    def is_there(self) -> bool:
+        return True
+
     def finished(self, report: HaltReport, check: Callable[[], None]) -> None:
         assert report.is_finished
         check()

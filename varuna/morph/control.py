@@ -141,6 +141,11 @@ class ManagedControl:
             raise ConfigError("VARUNA_MANAGER is set, but not VARUNA_INCARNATION. `varuna run` sets both.")
         return ManagedControl(url, environ.get("VARUNA_TOKEN", ""), incarnation)
 
+    @property
+    def is_there(self) -> bool:
+        """See ``varuna.run.member.Control``."""
+        return self._link.is_connected
+
     # --- the training thread ----------------------------------------------------------------
 
     def in_script(self, value: bool) -> None:

@@ -236,7 +236,8 @@ class Checkpoints:
 
         def is_aborted() -> bool:
             generation = self._generation()
-            return generation is not None and generation.is_aborted
+            # without a store members do not hear of each other's parts: in the next generation they do
+            return generation is not None and (generation.is_aborted or generation.calls.store_is_lost)
 
         return Saves(
             store,

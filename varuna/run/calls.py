@@ -36,6 +36,9 @@ class Calls:
     Args:
         world: this worker.
         generation: number of the generation.
+
+    Attributes:
+        store_is_lost: a step has been made although it could not be told: the store is gone.
     """
 
     def __init__(self, world: World, generation: int) -> None:
@@ -47,6 +50,7 @@ class Calls:
         self._others = deque(rank for rank in range(world.size) if rank != world.rank)
         self._others.rotate(-world.rank)  # each begins with whoever follows it
         self._aborted = ""
+        self.store_is_lost = False
         self._end = weakref.finalize(self, _tell_end, self._store, world.rank, self._made)
         if self._is_alone:
             self._end.detach()
@@ -58,6 +62,20 @@ class Calls:
             raise PeerLost(f"Did not come to {call}: {self._aborted}.")
         if not self._is_alone:
             self._store.set(str(self._world.rank), f"{self._made[0]} {call}")
+
+    def announce_step(self, step_index: int, goes_on: Callable[[], bool]) -> None:
+        """Tell that this worker makes this step now.
+
+        Args:
+            step_index: which.
+            goes_on: asked if the store is gone: whether training goes on all the same.
+        """
+        try:
+            self.announce(f"training step {step_index}")
+        except DistError:
+            if not goes_on():
+                raise
+            self.store_is_lost = True
 
     def abort(self, reason: str) -> None:
         """End every wait of this generation's calls here, from any thread."""

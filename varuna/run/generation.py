@@ -77,6 +77,7 @@ class Generation:
         self.pause = False
         self.save: SaveMark | None = None
         self.is_aborted = False
+        self.goes_on_without_store: Callable[[], bool] = lambda: False
         self.forming_times = FormingTimes()
         self.groups = Groups(world, index, forming_timeout_s=forming_timeout_s)
         self.calls = Calls(world, index)
@@ -129,7 +130,7 @@ class Generation:
         After it every held parameter's ``.grad`` is the sum over the global batch, times ``gradient_scale``.
         """
         self.job.at("step")
-        self.calls.announce(f"training step {step_index}")
+        self.calls.announce_step(step_index, self.goes_on_without_store)
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
             part = self._worker.run_step(step_index, gradient_scale)

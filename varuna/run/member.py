@@ -23,11 +23,19 @@ from varuna.run.generation import Generation
 from varuna.run.meeting import Meeting, StoreOffer, store_as_peer
 from varuna.run.reform import Carried, Told, Worker, form, next_generation
 
+_BREAK_S = 1.0
+"""How long after the store's end it is to be seen that the manager has ended with it."""
+
+_POLL_S = 0.01
 _T = TypeVar("_T")
 
 
 class Control(Protocol):
     """Whoever decides, as one member sees it; calls come from the training thread."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be asked: its line is up."""
 
     def ready(self, digest: str, store_address: str) -> Formation:
         """A newcomer has captured the model and can take sections; wait for a place.
@@ -135,6 +143,7 @@ class Member:
         self._went_back = False
         while not self._went_back:
             self._num_applied = step_index
+            self.generation.goes_on_without_store = self._nobody_decides
             self.generation.save = self._wish(step_index) if self.rank == 0 else None
             try:
                 with store_as_peer():
@@ -221,6 +230,20 @@ class Member:
                 return
             self.generation.abort("a member is gone")
             self._form(verdict.formation)
+
+    def _nobody_decides(self) -> bool:
+        """The store is gone. A step needs nothing of it; only a next generation does, and that needs a manager.
+
+        So where both are gone, with their machine perhaps, steps are made until the manager is back.
+        """
+        if self._control is None:
+            return False
+        give_up_s = time.monotonic() + _BREAK_S
+        while self._control.is_there:
+            if time.monotonic() > give_up_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     # --- from one generation to the next ----------------------------------------------------
 
