@@ -52,7 +52,8 @@ def plan_for(num_workers: int, described: Described) -> Planned:
         return _plan(num_workers, described, asked)
     fewer = _plan(num_workers, described, None)
     num_stages = max(len(pipeline.stages) for pipeline in fewer.plan.pipelines)
-    note = f"{asked} stages were asked for, but there are {num_workers} workers: {num_stages} now"
+    present = "is 1 worker" if num_workers == 1 else f"are {num_workers} workers"
+    note = f"{asked} stages were asked for, but there {present}: {num_stages} now"
     return replace(fewer, note="; ".join(filter(None, (fewer.note, note))))
 
 
