@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import varuna
 from varuna.errors import WorkerFailed
-from varuna.heap import return_memory
 from varuna.partition import flatten_batch, signature_of
+from varuna.partition.materialise import return_memory
 from varuna.run.fingerprint import kinds_of
 from varuna.run.measure import KindCosts, MeasureRequest, measure_sections
 from varuna.run.measure_bytes import Peak

@@ -10,7 +10,9 @@ In place means that the ``Parameter`` objects stay: the optimizer, ties and the 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -19,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from varuna.errors import UserError
-from varuna.heap import return_memory
 from varuna.partition.initialise import Initialiser
 from varuna.partition.ties import canonical_names
 
@@ -102,6 +103,14 @@ def set_storage(tensor: Tensor, value: Tensor) -> None:
     tensor.grad = None
     made.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+
+
+def return_memory() -> None:
+    """Gives freed memory back to the operating system, where the C library keeps it otherwise."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

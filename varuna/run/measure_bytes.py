@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from varuna.heap import return_memory
+from varuna.partition.materialise import return_memory
 from varuna.run.memory import peak_memory_bytes, reset_peak_memory, resident_bytes
 
 

@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 
 from varuna.config import WorldConfig
 from varuna.errors import ConfigError
-from varuna.heap import return_memory
 from varuna.partition import example_batch, flatten_batch
 from varuna.partition.key import capture_key
-from varuna.partition.materialise import InitWeights
+from varuna.partition.materialise import InitWeights, return_memory
 from varuna.partition.program import GraphProgram
 from varuna.plan.cluster import Cluster, Machine
 from varuna.plan.profile import PROFILE_VERSION, Profile, SectionProfile

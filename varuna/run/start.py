@@ -19,10 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from varuna.config import LayoutConfig, ProfileConfig, WorldConfig
 from varuna.errors import CheckFailed
 from varuna.events import CaptureFinished, CheckFinished, Event, Notice, PlanChosen
-from varuna.heap import keep_freed_memory, return_memory
 from varuna.partition import InputSignature, Partition, Section, flatten_batch, signature_of
 from varuna.partition.check import check_split, why_not_checked
-from varuna.partition.materialise import materialise
+from varuna.partition.materialise import materialise, return_memory
 from varuna.plan import PlanChoice
 from varuna.plan.layout import check_micro_batch_size
 from varuna.plan.profile import Profile
@@ -111,7 +110,6 @@ def start_job(request: StartRequest, world: World, publish: Publish) -> StartedJ
         CheckFailed, WeightsDiffer: see ``varuna.errors``.
         PeerLost: another worker gave up.
     """
-    _keep_memory(request)
     job = request.job
     if request.layout.micro_batch_size is not None:  # on every worker, before one waits for another
         check_micro_batch_size(request.layout.micro_batch_size, job.batch_size)
@@ -162,7 +160,6 @@ def start_newcomer(request: StartRequest, world: World, publish: Publish) -> Wor
         world: this worker alone; it gets its rank when it gets a place.
         publish: hears of the capture.
     """
-    _keep_memory(request)
     convert_model(request.model, request.precision)
     alone = replace(world, rank=0, size=1)
     partitions = _capture(request, alone, _Shapes().read(request), publish)
@@ -174,12 +171,6 @@ def start_newcomer(request: StartRequest, world: World, publish: Publish) -> Wor
 def averaged_buffers(section: Section) -> list[str]:
     """Buffers that forward changes in a way that cannot be joined exactly."""
     return [name for name, rule in section.mutated_buffers.items() if rule.kind == "mean"]
-
-
-def _keep_memory(request: StartRequest) -> None:
-    """Before anything is measured: a run must find the heap as the measurement did."""
-    if request.device.type == "cpu":
-        keep_freed_memory()
 
 
 class _Shapes:
