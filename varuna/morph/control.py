@@ -7,6 +7,7 @@ more (it was fenced while it was frozen, say) gives up its generation at once an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -220,9 +221,10 @@ class ManagedControl:
         self._tell(Halted(report=report) if is_over else Finished(report=report))
         away_since_s: float | None = None
         while True:
-            try:
+            order: Form | Leave | Refusal | Abort | None = None
+            with contextlib.suppress(queue.Empty):
                 order = self._orders.get(timeout=_LOOK_S)
-            except queue.Empty:
+            if order is None:
                 check()
                 if self._link.is_connected:
                     away_since_s = None
