@@ -77,7 +77,6 @@ class Generation:
         self.pause = False
         self.save: SaveMark | None = None
         self.is_aborted = False
-        self.goes_on_without_store: Callable[[], bool] = lambda: False
         self.forming_times = FormingTimes()
         self.groups = Groups(world, index, forming_timeout_s=forming_timeout_s)
         self.calls = Calls(world, index)
@@ -124,13 +123,14 @@ class Generation:
         )
         self._worker.start_loading()
 
-    def run_step(self, step_index: int, gradient_scale: float) -> Committed:
+    def run_step(self, step_index: int, gradient_scale: float, goes_on: Callable[[], bool]) -> Committed:
         """Forward, backward and reduction of one global batch, then the commit; no weight changes here.
 
         After it every held parameter's ``.grad`` is the sum over the global batch, times ``gradient_scale``.
+        ``goes_on`` is asked if the store is gone: whether the step is made without it.
         """
         self.job.at("step")
-        self.calls.announce_step(step_index, self.goes_on_without_store)
+        self.calls.announce_step(step_index, goes_on)
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
             part = self._worker.run_step(step_index, gradient_scale)

@@ -143,11 +143,10 @@ class Member:
         self._went_back = False
         while not self._went_back:
             self._num_applied = step_index
-            self.generation.goes_on_without_store = self._nobody_decides
             self.generation.save = self._wish(step_index) if self.rank == 0 else None
             try:
                 with store_as_peer():
-                    self._committed = self.generation.run_step(step_index, gradient_scale)
+                    self._committed = self.generation.run_step(step_index, gradient_scale, self._nobody_decides)
                 self._last_call = None  # whoever had not come to its end could not have taken part
                 return self._committed
             except PeerLost as error:
