@@ -57,7 +57,8 @@ def test_four_workers_train_what_does_not_fit_one(
 
     alone = run(jobs, tmp_path / "one", "meta", str(LIMIT_MB), "1", workers=1)
     assert alone.codes == [1]
-    assert "can't allocate memory" in alone.told
+    # whoever asks last is refused: a tensor, or the stack of a thread
+    assert any(words in alone.told for words in ("can't allocate memory", "can't start new thread")), alone.told
     assert figures(tmp_path / "one") == []
 
 
