@@ -93,14 +93,13 @@ class Calls:
         self.announce(call)
         if self._is_alone:
             return
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        for rank in others:
+        for rank in self._others:
             self._wait_for(rank, call)
         if self._world.rank != 0:
             self._store.set(f"seen/{self._world.rank}", str(self._made[0]))
             return
         go_on_s = time.monotonic() + _MOST_WAIT_S
-        for rank in others:
+        for rank in self._others:
             while not self._has_seen(rank) and time.monotonic() < go_on_s:
                 self._check_life(rank, call)
                 time.sleep(_SHORT_POLL_S)
