@@ -15,13 +15,14 @@ from typing import Protocol, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from varuna.checkpoint.values import SaveOrder
 from varuna.config import TraceConfig
 from varuna.config_checkpoint import CheckpointConfig
 from varuna.errors import PeerLost, RunError, WantedEnd
 from varuna.events import Event, Notice
 from varuna.failure import FailurePlace, marked
 from varuna.morph.control import note_on_further_job
-from varuna.morph.messages import Described
+from varuna.morph.messages import CheckpointComplete, Described
 from varuna.observe.trace import save_trace
 from varuna.persist.checkpoints import Checkpoints, worker_name
 from varuna.persist.registry import Registry
@@ -56,7 +57,7 @@ class JobControl(Control, Protocol):
     def in_script(self, value: bool) -> None:
         """The training thread goes to the script's own code, which nothing can break off, or comes back."""
 
-    def checkpointed(self, next_step: int, address: str) -> None:
+    def checkpointed(self, checkpoint: CheckpointComplete) -> None:
         """The job can go back to a checkpoint; from any thread."""
 
     def close(self) -> None:
@@ -169,6 +170,7 @@ class Work:
     def _join(self, world: World) -> Member:
         """A place in a job that is at work."""
         member = self._member_of(start_newcomer(self._request, world, self._publish), None)
+        self.checkpoints.look()
         member.join()
         return member
 
@@ -193,15 +195,20 @@ class Work:
                 dataset_length=len(job.dataset),
                 seed=job.seed,
                 first_step=self.standing.step_index,
+                last_save=self.standing.last_sequence,
                 step_s=choice.step_s,
                 micro_batch_s=choice.micro_batch_s,
             ),
             at_once=generation.world.rank == 0,
         )
 
-    def _tell_checkpoint(self, next_step: int, address: str) -> None:
+    def _tell_checkpoint(self, order: SaveOrder, address: str, is_found: bool) -> None:
         if self._control is not None:
-            self._control.checkpointed(next_step, address)
+            self._control.checkpointed(
+                CheckpointComplete(
+                    next_step=order.step, sequence=order.sequence, address=address, is_found=is_found
+                )
+            )
 
     # --- steps ------------------------------------------------------------------------------
 

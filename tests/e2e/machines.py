@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.cases import jobs as cases
+from tests.e2e.following import Following
 from tests.e2e.jobs import SCRIPTS, Warm
 from tests.e2e.morphing import EXACT, NUM_STEPS, check_step, undisturbed
 from tests.launch.jobs import wait_until
@@ -49,7 +50,7 @@ class Cluster:
         self._address = address
         self._min_workers = min_workers
         self._pids: dict[str, int] = {}
-        self._num_seen = 0
+        self._following: Following | None = None
         self._client: RunClient | None = None
         (directory / "cache").mkdir()
         (directory / "cache" / "captures").symlink_to(captures)
@@ -60,8 +61,7 @@ class Cluster:
 
     def start_manager(self) -> None:
         """The manager, perhaps again."""
-        self._client = None
-        self._num_seen = 0
+        self._client = self._following = None
         flags = ["--state", "state", "--min-workers", str(self._min_workers), "--settle", "0.2"]
         self._start("manager", ["manager", "--listen", f"{self._address}:0", *flags], {})
 
@@ -149,18 +149,11 @@ class Cluster:
 
     def event(self, kind: str, text: str = "", within_s: float = 120) -> LoggedEvent:
         """The next event of a kind with a text in it."""
-        found: list[LoggedEvent] = []
-
-        def look() -> bool:
-            for event in self.client.events(after=self._num_seen):
-                self._num_seen = event.number
-                if event.kind == kind and text in event.text:
-                    found.append(event)
-                    return True
-            return False
-
-        wait_until(look, within_s, f"an event {kind!r} with {text!r}")
-        return found[0]
+        if self._following is None:
+            self._following = Following(self.client)
+        event = self._following.next(kind, text, within_s)
+        assert event is not None, self._story()
+        return event
 
     def members(self) -> dict[str, str]:
         """Machines of the members, by incarnation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from tests.cases import jobs as cases
 from tests.cases import models
 from tests.cases.jobs import Training
+from tests.e2e.following import Following
 from tests.e2e.jobs import Ended, Warm
 from tests.launch.jobs import wait_until
 from varuna.errors import ConfigError
@@ -69,7 +70,7 @@ class Run:
         self._num_faults = len(faults)
         self._cache_dir = cache_dir
         self._client: RunClient | None = None
-        self._num_seen = 0
+        self._following: Following | None = None
         self.limit(limit)
         self.job = warm.run(
             directory,
@@ -105,26 +106,17 @@ class Run:
 
     def event(self, kind: str, text: str = "") -> LoggedEvent:
         """The next event of a kind with a text in it; those before it have been seen then."""
-        found: list[LoggedEvent] = []
+        event = self.events.next(kind, text, 120)
+        if event is None:
+            raise AssertionError(self.wait().stderr)
+        return event
 
-        def look() -> bool:
-            for event in self._events():
-                self._num_seen = event.number
-                if event.kind == kind and text in event.text:
-                    found.append(event)
-                    return True
-            return False
-
-        wait_until(look, 120, f"an event {kind!r} with {text!r}")
-        return found[0]
-
-    def _events(self) -> Iterator[LoggedEvent]:
-        """New ones; none if the manager of a busy machine does not answer yet."""
-        try:
-            yield from self.client.events(after=self._num_seen)
-        except ConfigError as error:
-            if not psutil.pid_exists(self.job.pid):
-                raise AssertionError(self.wait().stderr) from error
+    @property
+    def events(self) -> Following:
+        """All of them."""
+        if self._following is None:
+            self._following = Following(self.client)
+        return self._following
 
     def status(self) -> Status:
         """How it stands; a manager that starts on a busy machine is given time to answer."""
@@ -154,11 +146,10 @@ class Run:
         return [launcher, *launcher.children(recursive=True)]
 
     def kill_manager(self) -> None:
-        """Kill it; it is started again, and counts its events from 1 again."""
+        """Kill it; it is started again."""
         manager = self.process("varuna-manager")
         manager.kill()
         manager.wait(10)
-        self._num_seen = 0
 
     def worker(self, number: int) -> psutil.Process:
         """A worker's process."""

@@ -137,6 +137,35 @@ def test_the_manager_is_killed_and_started_again(machines: Machines) -> None:
     cluster.is_exact()
 
 
+def test_all_are_lost_while_the_manager_is_away(machines: Machines, tmp_path: Path) -> None:
+    """The job goes back to the newest checkpoint, which was written without it; the one it knows is gone."""
+    place = tmp_path / "saved"
+    saves = ["--checkpoint", str(place), "--checkpoint-every", "10", "--keep", "1"]
+    cluster = machines(limit=3, min_workers=3)
+    cluster.start_agent("a", 3, *saves)
+    cluster.steps_done(2)
+    cluster.client.preempt(sorted(cluster.members())[1])
+    cluster.limit(6)
+    cluster.event("running", "generation 1")  # its members meet in a store of their own
+    cluster.limit(16)
+    cluster.event("checkpoint", "step 10 is saved")
+    cluster.signal("manager", signal.SIGKILL)
+    assert cluster.join("manager") == -signal.SIGKILL
+    cluster.limit(28)
+    wait_until(lambda: list(place.glob("step-*")) == list(place.glob("step-*20-*")), 60, "step 20 is saved")
+    wait_until(lambda: not list(place.glob("*/.writing")), 60, "and complete")
+    gone = cluster.processes("a")
+    cluster.signal("a", signal.SIGKILL)
+    assert cluster.join("a") == -signal.SIGKILL
+    wait_until(lambda: not any(_is_alive(one) for one in gone), 60, "all of it is gone")
+    cluster.start_manager()
+    cluster.start_agent("b", 2, *saves)
+    cluster.event("going back", "back to step 20")
+    cluster.limit(NUM_STEPS)
+    cluster.ends_well("b")
+    cluster.is_exact()
+
+
 def test_a_machine_is_lost_while_the_job_is_founded(machines: Machines) -> None:
     """Nothing was trained yet: with the machine that comes in its place, all begins anew."""
     cluster = machines(limit=NUM_STEPS)

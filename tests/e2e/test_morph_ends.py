@@ -31,7 +31,7 @@ def test_a_commit_that_only_lost_workers_saw(start: Start, tmp_path: Path) -> No
     (tmp_path / "go").touch()
     run.limit(NUM_STEPS)
     assert " from step 8 on" in run.event("running", "generation 1 runs").text
-    assert "undone" not in {event.kind for event in run.client.events()}
+    assert "undone" not in {event.kind for event in run.events.seen}
     ended = run.ends_well()
     assert ended.stderr.count("was killed by SIGKILL") == 2
     run.is_exact()

@@ -209,7 +209,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE about SET value = '99' WHERE key = 'version'")
     database.close()
-    with pytest.raises(ConfigError, match="version 99; this Varuna reads version 1"):
+    with pytest.raises(ConfigError, match="version 99; this Varuna reads version 2"):
         Journal(path)
 
 

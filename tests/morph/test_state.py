@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from tests.morph.steering import check_done, halted, members, run, sent, started, told
 from varuna.morph.instructions import Send
 from varuna.morph.messages import (
@@ -223,17 +226,55 @@ def test_an_older_checkpoint_does_not_count() -> None:
     world = started(2)
     run(world, lambda: world.manager.job.num_committed == 5)
     for step in (4, 2):
-        world.manager.handle("w0", CheckpointComplete(next_step=step, address=f"step-{step}"), 0.0)
-    assert world.manager.job.checkpoint == CheckpointComplete(next_step=4, address="step-4")
+        saved = CheckpointComplete(next_step=step, sequence=step, address=f"step-{step}")
+        world.manager.handle("w0", saved, 0.0)
+    assert world.manager.job.checkpoint == CheckpointComplete(next_step=4, sequence=4, address="step-4")
 
 
-def test_a_checkpoint_of_what_has_not_happened_or_from_a_worker_that_is_out_does_not_count() -> None:
+def test_a_checkpoint_from_a_worker_that_is_out_does_not_count() -> None:
     world = started(3, stages=(1,))
     run(world, lambda: world.manager.job.num_committed == 2)
-    world.manager.handle("w0", CheckpointComplete(next_step=10**9, address="step-1000000000"), 0.0)
     world.lose(world.workers["w1"])
-    world.manager.handle("w1", CheckpointComplete(next_step=1, address="step-1"), 0.0)
+    world.manager.handle("w1", CheckpointComplete(next_step=1, sequence=1, address="step-1"), 0.0)
     assert world.manager.job.checkpoint is None
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_checkpoint_of_steps_that_the_manager_has_missed(is_found: bool) -> None:
+    """Members made them, and saved, while it was away; a member tells it, or a newcomer that has looked."""
+    world = started(2, stages=(1,), num_steps=8)
+    run(world, lambda: len(world.ledger) == 3)
+    world.save()
+    missed = CheckpointComplete(next_step=6, sequence=5, address="step-6", is_found=is_found)
+    world.saved.append(missed)
+    if not is_found:
+        world.deliver("w0", missed)
+    for worker in list(world.workers.values()):
+        world.kill(worker)
+    world.drain()
+    world.join()
+    if is_found:
+        world.deliver("w2", missed)
+    check_done(world)
+    assert "back to step 6, step-6" in told(world, "going back")[-1]
+    assert world.ledger == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert world.workers["w2"].num_applied == 8
+
+
+def test_what_was_in_the_place_before_the_job_began_does_not_count_if_it_is_found() -> None:
+    world = started(2, stages=(1,))
+    job = world.manager.job
+    assert job.description is not None
+    job.description = msgspec.structs.replace(job.description, last_save=9)
+    chosen = CheckpointComplete(next_step=1, sequence=4, address="step-1")
+    world.manager.handle("w0", chosen, 0.0)  # the job began from an older one than the newest
+    for sequence in (8, 9):
+        found = CheckpointComplete(next_step=1, sequence=sequence, address="another", is_found=True)
+        world.manager.handle("w1", found, 0.0)
+    assert job.checkpoint == chosen
+    newer = CheckpointComplete(next_step=1, sequence=10, address="ours", is_found=True)
+    world.manager.handle("w1", newer, 0.0)
+    assert job.checkpoint == newer
 
 
 def test_a_failing_script_ends_the_job_at_once() -> None:

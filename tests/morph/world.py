@@ -243,7 +243,8 @@ class World(WorldWorkers):
         if not members:
             return
         self.faults.append(f"save {len(self.ledger)}")
-        complete = CheckpointComplete(next_step=len(self.ledger), address=f"step-{len(self.ledger)}")
+        step, sequence = len(self.ledger), len(self.saved) + 1
+        complete = CheckpointComplete(next_step=step, sequence=sequence, address=f"step-{step}")
         self.saved.append(complete)
         self.deliver(members[0].incarnation, complete)
 

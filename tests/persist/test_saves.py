@@ -56,7 +56,7 @@ class Job:
             make_committer=lambda publish: Committer(self.store, publish=publish),
             standing=Numbered(),  # type: ignore[arg-type]
             at=lambda _: None,
-            complete=lambda step, _: self.complete.append(step),
+            complete=lambda order: self.complete.append(order.step),
             is_aborted=lambda: self.is_aborted,
         )
 

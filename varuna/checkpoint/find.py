@@ -51,6 +51,11 @@ class Checkpoint:
         """Its directory below the store's root."""
         return self.manifest.order.directory
 
+    @property
+    def url(self) -> str:
+        """Its place, for people."""
+        return f"{self.store.url}/{self.directory}"
+
     @functools.cached_property
     def places(self) -> dict[str, Place]:
         """Every tensor by name."""

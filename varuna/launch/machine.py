@@ -34,8 +34,9 @@ from varuna.morph.messages import JobEnded, StartFounders, StartWorker, StopWork
 from varuna.morph.notices import NoticeWithdrawn
 from varuna.morph.whereabouts import check_place, manager_url
 
-AWAY_LIMIT_S = 120.0
-"""A machine without workers gives up a manager that does not answer for so long."""
+AWAY_LIMIT_S = 300.0
+"""A machine without workers gives up a manager that does not answer for so long: it may be started again
+elsewhere, which takes two minutes where Slurm does it."""
 
 AWAY_CODE = os.EX_TEMPFAIL
 """What it exits with then, so that whoever starts machines can tell that from the job's own end."""

@@ -111,6 +111,7 @@ class ManagedControl:
         self._is_described = False
         self._founded: Formed | None = None  # its plan is known from nobody else, whatever has happened since
         self._checkpoint: CheckpointComplete | None = None
+        self._found: CheckpointComplete | None = None
         self._orders: queue.SimpleQueue[Form | Leave | Refusal | Abort] = queue.SimpleQueue()
         self._is_finished = False
         self._newest_order = -1
@@ -160,12 +161,14 @@ class ManagedControl:
         if at_once:
             self._tell_description()
 
-    def checkpointed(self, next_step: int, address: str) -> None:
-        """The job can go back to a checkpoint; from any thread."""
-        message = CheckpointComplete(next_step=next_step, address=address)
+    def checkpointed(self, checkpoint: CheckpointComplete) -> None:
+        """See ``varuna.work.JobControl``."""
         with self._lock:
-            self._checkpoint = message
-        self._link.send(encode(message))
+            if checkpoint.is_found:
+                self._found = checkpoint
+            else:
+                self._checkpoint = checkpoint
+        self._link.send(encode(checkpoint))
 
     def ready(self, digest: str, store_address: str) -> Formation:
         """See ``varuna.run.member.Control``."""
@@ -300,7 +303,7 @@ class ManagedControl:
         with self._lock:
             description = self._description if self._is_described else None
             founded = None if self._founded is self._state else self._founded
-            messages = (description, founded, self._state, self._checkpoint)
+            messages = (description, founded, self._found, self._state, self._checkpoint)
         return [encode(message) for message in messages if message is not None]
 
     def _received(self, data: bytes) -> None:

@@ -319,6 +319,7 @@ class Endings(Finishing):
     def _go_back(self, checkpoint: CheckpointComplete) -> Recovery:
         """All that members hold is void, and what has happened since the checkpoint."""
         self._undo_from(checkpoint.next_step)
+        self._commit_until(checkpoint.next_step)  # made and saved by members while the manager was away
         nobody: frozenset[str] = frozenset()
         return Recovery(
             next_step=checkpoint.next_step,

@@ -34,8 +34,8 @@ from varuna.morph.record import JobRecord
 from varuna.morph.runs import INCOMPLETE_NAME
 from varuna.morph.state import Manager
 
-SCHEMA_VERSION = 1
-"""Version of the tables; a file of another version is refused."""
+SCHEMA_VERSION = 2
+"""Version of the tables and messages; a file of another version is refused."""
 
 SNAPSHOT_EVERY = 2000
 """Entries after which the whole state is written and they are dropped."""

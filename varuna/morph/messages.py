@@ -44,6 +44,7 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
         profile: plans are chosen with it; None without one.
         dataset_length, seed: with ``batch_size`` they say which samples a step uses.
         first_step: with which it begins; not 0 if it goes on from a checkpoint.
+        last_save: number of the newest save that was in the place of checkpoints when it began; 0 without.
         step_s: predicted seconds of a step of the first plan; None without a prediction.
         micro_batch_s: seconds of computing for a micro-batch, per pipeline and stage; empty without.
     """
@@ -58,6 +59,7 @@ class Described(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fiel
     dataset_length: int
     seed: int
     first_step: Annotated[int, Meta(ge=0)] = 0
+    last_save: Count = 0
     step_s: float | None = None
     micro_batch_s: tuple[tuple[float, ...], ...] = ()
 
@@ -138,11 +140,15 @@ class CheckpointComplete(Struct, frozen=True, kw_only=True, tag=True, forbid_unk
 
     Attributes:
         next_step: the step with which a job that goes back to it begins.
+        sequence: number of the save; newer ones have higher ones, whatever their steps.
         address: where it is.
+        is_found: who says so has looked in the place of checkpoints, and does not know which job wrote it.
     """
 
     next_step: Annotated[int, Meta(ge=0)]
+    sequence: Count
     address: Annotated[str, Meta(min_length=1, max_length=4096)]
+    is_found: bool = False
 
 
 # --- an agent says --------------------------------------------------------------------------

@@ -198,10 +198,15 @@ class Manager(Agents):
             assert_never(message)
 
     def _on_checkpoint(self, message: CheckpointComplete) -> None:
-        """Nobody can go back to what has not happened."""
-        known, num_committed = self.job.checkpoint, self.job.num_committed
-        if message.next_step <= num_committed and (known is None or message.next_step >= known.next_step):
-            self.job.checkpoint = message
+        """The newest counts. Its steps may be news, too: members train on, and save, without a manager."""
+        job = self.job
+        newest = 0 if job.checkpoint is None else job.checkpoint.sequence
+        if message.is_found:
+            if job.description is None:
+                return
+            newest = max(newest, job.description.last_save)  # what was there before may be of another job
+        if message.sequence > newest:
+            job.checkpoint = message
             self._tell("checkpoint", f"step {message.next_step} is saved: {message.address}")
 
     def _on_described(self, message: Described, now_s: float) -> None:

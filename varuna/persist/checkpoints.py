@@ -6,6 +6,7 @@ What a member carries from one generation to the next besides sections goes this
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,13 @@ from torch.optim import Optimizer
 
 from varuna.checkpoint.commit import Committer
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.find import Checkpoint, saves_in
+from varuna.checkpoint.find import Checkpoint, find_checkpoint, saves_in
 from varuna.checkpoint.load import read_tensors
-from varuna.checkpoint.retention import Retention
+from varuna.checkpoint.retention import Retention, parse_directory
 from varuna.checkpoint.save import Saver
 from varuna.checkpoint.store import Store, open_store
 from varuna.checkpoint.tree import tensor_names
+from varuna.checkpoint.values import SaveOrder
 from varuna.config_checkpoint import CheckpointConfig
 from varuna.events import Event, Notice, Resumed
 from varuna.persist.contents import SectionStore
@@ -32,8 +34,8 @@ from varuna.run.commit import SaveMark
 from varuna.run.generation import Generation
 from varuna.run.reform import Worker
 
-Complete = Callable[[int, str], None]
-"""Told the step of a new checkpoint and where it is."""
+Complete = Callable[[SaveOrder, str, bool], None]
+"""Told of a checkpoint, where it is, and whether it was found there and nobody here has heard of it."""
 
 
 class Checkpoints:
@@ -69,7 +71,8 @@ class Checkpoints:
         self._sections: SectionStore | None = None
         self._saves: Saves | None = None
         self._back_to: Checkpoint | None = None
-        self._begun: tuple[int, str] | None = None
+        self._begun: Checkpoint | None = None
+        self._found: set[str] = set()
         self._news: list[Event] = []
 
     # --- the start --------------------------------------------------------------------------
@@ -99,20 +102,39 @@ class Checkpoints:
         if checkpoint is None:
             return 0
         self._standing.start_over(checkpoint.manifest.job)
-        url = f"{store.url}/{checkpoint.directory}"
-        self._publish(Resumed(step=checkpoint.step, url=url))
+        self._publish(Resumed(step=checkpoint.step, url=checkpoint.url))
         if told := self._standing.registry.compare(checkpoint.manifest.job.registered):
             self._publish(Notice(text=f"About the checkpoint of step {checkpoint.step}: {told}."))
-        self._begun = (checkpoint.step, url)
+        self._begun = checkpoint
         return checkpoint.step
 
     def started(self, worker: Worker, generation: Callable[[], Generation | None]) -> None:
         """A generation is at work here; ``generation`` is the one at work from now on."""
         self._generation = generation
         if self._begun is not None and worker.world.rank == 0:
-            self._complete(*self._begun)
+            self._complete(self._begun.manifest.order, self._begun.url, False)
         if self._config is not None and self._saves is None:
             self._saves = self._new_saves(worker)
+
+    def look(self, newer_than: int = 0) -> bool:
+        """Tell of the newest checkpoint in the place, which may be news to the manager: members make steps and
+        save while it is away, and may be lost before it is back.
+
+        Args:
+            newer_than: number of a save; older ones are not told.
+
+        Returns:
+            Whether there is one that was not told before.
+        """
+        found = None
+        if self._store is not None:
+            with contextlib.suppress(CheckpointError):  # whoever has to read one hears of that
+                found = find_checkpoint(self._store, publish=self._publish)
+        if found is None or found.manifest.order.sequence <= newer_than or found.directory in self._found:
+            return False
+        self._found.add(found.directory)
+        self._complete(found.manifest.order, found.url, True)
+        return True
 
     # --- saving -----------------------------------------------------------------------------
 
@@ -175,8 +197,11 @@ class Checkpoints:
         if self._saves is not None:
             self._saves.hear(greetings, generation.index, generation.world.store)
 
-    def go_back(self, address: str, worker: Worker) -> None:
+    def go_back(self, address: str, worker: Worker) -> bool:
         """Nobody has the newest state any more: stand where the checkpoint at ``address`` was written.
+
+        Returns:
+            False if a newer one has turned up, of which the manager has been told: it decides anew.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -188,10 +213,15 @@ class Checkpoints:
             )
         if self._saves is not None:
             self._saves.go_back()
-        checkpoint = self._back_to = open_directory(self._store, address.rstrip("/").rpartition("/")[2])
+        directory = address.rstrip("/").rpartition("/")[2]
+        order = parse_directory(directory)
+        if order is not None and self.look(newer_than=order.sequence):
+            return False
+        checkpoint = self._back_to = open_directory(self._store, directory)
         self._sections_of(worker).check(checkpoint)
         self._load_standing(checkpoint)
-        self._news.append(Resumed(step=checkpoint.step, url=f"{self._store.url}/{checkpoint.directory}"))
+        self._news.append(Resumed(step=checkpoint.step, url=checkpoint.url))
+        return True
 
     def restore(self, worker: Worker, section_indices: Iterable[int]) -> None:
         """Hold these sections as that checkpoint has them. ``CheckpointError`` if they cannot be read."""
@@ -252,7 +282,7 @@ class Checkpoints:
             make_committer=make_committer,
             standing=self._standing,
             at=at,
-            complete=lambda step, directory: self._complete(step, f"{store.url}/{directory}"),
+            complete=lambda order: self._complete(order, f"{store.url}/{order.directory}", False),
             is_aborted=is_aborted,
         )
 

@@ -94,8 +94,8 @@ def open_directory(store: Store, directory: str) -> Checkpoint:
 
     if not store.patience.until(is_there):
         raise DamagedCheckpoint(
-            f"There is no complete checkpoint {store.url}/{directory} as seen from here. All machines must "
-            f"share that place."
+            f"There is no complete checkpoint {store.url}/{directory} as seen from here: it was removed, "
+            f"or the others write elsewhere. All machines must share that place."
         )
     return found[0]
 

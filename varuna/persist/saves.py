@@ -83,7 +83,7 @@ class Saves:
         make_committer: what numbers, begins and commits saves, given who hears what people should read.
         standing: of the job; it knows the number of the newest save.
         at: called at named points, in whichever thread comes to them.
-        complete: told the step and the directory of each new checkpoint; in a thread.
+        complete: told of each new checkpoint; in a thread.
         is_aborted: whether the generation at work has been given up.
     """
 
@@ -97,7 +97,7 @@ class Saves:
         make_committer: Callable[[Callable[[Event], None]], Committer],
         standing: Standing,
         at: Callable[[str], None],
-        complete: Callable[[int, str], None],
+        complete: Callable[[SaveOrder], None],
         is_aborted: Callable[[], bool],
     ) -> None:
         self._standing = standing
@@ -297,7 +297,7 @@ class Saves:
         if saved.failure:
             self._events.put(CheckpointFailed(step=order.step, url=self._store.url, reason=saved.failure))
         else:
-            self._complete(order.step, order.directory)
+            self._complete(order)
             self._events.put(
                 CheckpointSaved(
                     step=order.step,

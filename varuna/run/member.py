@@ -286,8 +286,10 @@ class Member:
         """Open the next generation; if a member is lost meanwhile, the one after it, and so on."""
         assert self._control is not None
         while True:
-            if formation.checkpoint:
-                self._go_back(formation)
+            if formation.checkpoint and not self._go_back(formation):
+                report = self._report("there is a newer checkpoint", formation.generation)
+                formation = self._control.halted(report).formation
+                continue
             try:
                 with store_as_peer():
                     generation = self._meet(formation)
@@ -309,12 +311,12 @@ class Member:
         if not formation.checkpoint:
             self._help(told)
 
-    def _go_back(self, formation: Formation) -> None:
+    def _go_back(self, formation: Formation) -> bool:
         """Nobody has all of the newest state: what is held here is void, and so is what has been done since."""
         self._worker.held_sections.clear()
         self._worker.holding.keep_only(())
         self._committed, self._num_applied, self._went_back = None, formation.next_step, True
-        self._carried.go_back(formation.checkpoint, self._worker)
+        return self._carried.go_back(formation.checkpoint, self._worker)
 
     def _help(self, told: Told) -> None:
         """Do a call again that is over here and was broken on another member."""

@@ -64,8 +64,8 @@ class Carried(Protocol):
     def greeted(self, greetings: Sequence[Mapping[str, Any]], generation: Generation) -> None:
         """What all members said, in the order of their ranks."""
 
-    def go_back(self, address: str, worker: Worker) -> None:
-        """Stand where the checkpoint at this address was written."""
+    def go_back(self, address: str, worker: Worker) -> bool:
+        """Stand where the checkpoint at this address was written; False if it is to be decided anew where."""
 
     def restore(self, worker: Worker, section_indices: Iterable[int]) -> None:
         """Hold these sections as that checkpoint has them."""
