@@ -19,6 +19,7 @@ from varuna.failure import (
     place_of,
     read_record,
     record_of,
+    shortened,
     write_record,
 )
 
@@ -46,6 +47,26 @@ def test_a_record_says_who_where_and_what_and_survives_the_disk(tmp_path: Path) 
     write_record(record, tmp_path)
     assert read_record(tmp_path, 2) == record
     assert [path.name for path in tmp_path.iterdir()] == ["worker-2.failure.json"]
+
+
+@pytest.mark.parametrize("text", ["x" * 9000, "\u2713\n" * 4000, "short"])
+def test_a_shortened_record_fits_and_keeps_what_says_most(text: str) -> None:
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        else:
+            raise ValueError(text)
+
+    with pytest.raises(ValueError) as raised:
+        deep(60)
+    whole = record_of(raised.value, 2)
+    short = shortened(whole, 3000)
+    assert len(encode_record(short)) <= 3000
+    assert short.error_text
+    assert whole.error_text.startswith(short.error_text)
+    assert whole.traceback_text.endswith(short.traceback_text)
+    assert short.summary().startswith(f"worker 2 failed ({whole.host}): ValueError: ")
+    assert shortened(short, 3000) == short
 
 
 def test_the_innermost_mark_stays_and_is_found_behind_causes() -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -177,6 +177,16 @@ def decode_record(data: bytes) -> FailureRecord:
     return msgspec.json.decode(data, type=FailureRecord)
 
 
+def shortened(record: FailureRecord, most_bytes: int) -> FailureRecord:
+    """The record with the beginning of its text and the end of its traceback, so that its JSON fits."""
+    num_kept = most_bytes
+    while len(encode_record(record)) > most_bytes and num_kept:
+        num_kept //= 2
+        text, lines = record.error_text[:num_kept], record.traceback_text[-num_kept:]
+        record = replace(record, error_text=text, traceback_text=lines if num_kept else "")
+    return record
+
+
 def record_path(directory: Path, worker_index: int) -> Path:
     """Where a worker leaves its record."""
     return directory / f"worker-{worker_index}.failure.json"
@@ -194,7 +204,7 @@ def read_record(directory: Path, worker_index: int) -> FailureRecord | None:
     """The record a worker left, or None."""
     try:
         return decode_record(record_path(directory, worker_index).read_bytes())
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

@@ -147,3 +147,22 @@ def test_a_users_exception_hook_is_called(launch: Launch, tmp_path: Path) -> Non
 def test_a_missing_module_is_told(launch: Launch) -> None:
     done = run_to_failure(launch, "", workers=1, options=("-m",))  # the script's name is no module
     assert "ConfigError: No module 'train.py'" in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--show", "all")])
+def test_the_cause_is_told_without_the_folder_of_logs(launch: Launch, options: tuple[str, ...]) -> None:
+    """As with a full disk: neither log nor record can be written."""
+    script = """
+        import os, shutil, time
+        from pathlib import Path
+        if os.environ["RANK"] == "1":
+            shutil.rmtree("logs")
+            print("the folder is gone")
+            raise ValueError("bad token 17")
+        time.sleep(100)
+    """
+    done = run_to_failure(launch, script, workers=2, options=options)
+    assert done.code == 1
+    report = done.stderr[done.stderr.index("Traceback (most recent call last):") :]
+    assert "ValueError: bad token 17" in report
+    assert "varuna: worker 1 failed (" in report

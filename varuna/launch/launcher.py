@@ -76,6 +76,7 @@ class Launcher(ABC):
         self._ending, self._ending_writer = os.pipe()  # this end is the launcher's alone
         os.set_blocking(self._notices, False)
         self._partial_notice = b""
+        self._told: dict[int, FailureRecord] = {}  # by workers that could not write it down
 
     # --- what differs between launchers -----------------------------------------------------
 
@@ -160,7 +161,7 @@ class Launcher(ABC):
         for line in lines:
             notice = msgspec.json.decode(line, type=WorkerNotice)
             if notice.what == "failed":
-                self._take_record(notice.worker_index)
+                self._take_record(notice.worker_index, notice.record)
             elif notice.what == "terminate":
                 self._has_to_go(notice.worker_index)
             else:
@@ -198,7 +199,8 @@ class Launcher(ABC):
     def _exited(self, report: Exited) -> None:
         worker_index = _worker_index(report.name)
         self._places.pop(worker_index, None)
-        record = self._take_record(worker_index)  # its notice may still be in the pipe
+        self._read_notices()  # its last one may still be in the pipe
+        record = self._take_record(worker_index)
         goes_on = self.supervisor.worker_exited(worker_index, report.code, report.at_s, time.monotonic())
         if self.agent is not None:
             failure, code = ("", report.code) if record is None else (record.summary(), record.exit_code)
@@ -209,8 +211,11 @@ class Launcher(ABC):
             end = WorkerEnd(worker_index=worker_index, code=report.code, record=record)
             say(f"{describe_end(end)}; the others go on")
 
-    def _take_record(self, worker_index: int) -> FailureRecord | None:
-        record = read_record(self.job.log_dir, worker_index)
+    def _take_record(self, worker_index: int, told: FailureRecord | None = None) -> FailureRecord | None:
+        """What a worker has left about its failure, or could only tell."""
+        if told is not None:
+            self._told[worker_index] = told
+        record = read_record(self.job.log_dir, worker_index) or self._told.get(worker_index)
         if record is not None and self.supervisor.worker_failed(record, time.monotonic()):
             self._output.append(worker_index, record.traceback_text)
         return record

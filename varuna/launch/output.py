@@ -2,12 +2,14 @@
 
 Worker 0 gets the launcher's own descriptors, so a progress line sees a terminal when there is one. Every other
 worker writes standard output and error, in order, to ``worker-<i>.log``; with ``show="all"`` the launcher
-stands between and repeats each line on its own output behind ``[worker <i>] ``. Where workers come and go, each
+stands between and repeats each line on its own output behind ``[worker <i>] ``. A log that cannot be written (a
+full disk, a folder that was removed) ends no job. Where workers come and go, each
 is also given the launcher's descriptors, to speak to the terminal itself when it becomes worker 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -75,7 +77,8 @@ class PrefixedStream:
 
     def _pass_on(self, lines: list[bytes]) -> None:
         for line in lines:
-            self._log.write(line + b"\n")
+            with contextlib.suppress(OSError):
+                self._log.write(line + b"\n")
             self._sink(self._prefix + line + b"\n")
 
 
@@ -102,7 +105,7 @@ class Output:
         path.unlink(missing_ok=True)
         null = os.open(os.devnull, os.O_RDONLY)
         if self._show == "first":
-            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            log = self._open(path)
             return WorkerStreams(stdin=null, stdout=log, stderr=log, owned=(null, log))
         stdout = self._pipe(worker_index, path, write_stdout)
         stderr = self._pipe(worker_index, path, write_stderr)
@@ -122,7 +125,7 @@ class Output:
     def append(self, worker_index: int, text: str) -> None:
         """Add the launcher's own words to a worker's log; worker 0 has none."""
         if worker_index in self._logs:
-            with self._logs[worker_index].open("ab") as log:
+            with contextlib.suppress(OSError), self._logs[worker_index].open("ab") as log:
                 log.write(text.encode())
 
     def tail(self, worker_index: int, num_lines: int) -> str:
@@ -130,11 +133,12 @@ class Output:
         path = self._logs.get(worker_index)
         if path is None:
             return ""
-        with path.open("rb") as reader:
+        data = b""
+        with contextlib.suppress(OSError), path.open("rb") as reader:
             size = reader.seek(0, os.SEEK_END)
             reader.seek(max(0, size - _TAIL_BYTES))
-            lines = reader.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+            data = reader.read()
+        return "\n".join(data.decode(errors="replace").splitlines()[-num_lines:])
 
     def close(self) -> None:
         """Pass on what is left and close all."""
@@ -144,9 +148,17 @@ class Output:
             pipe.close()
         self._pipes.clear()
 
+    def _open(self, path: Path) -> int:
+        """A log; nowhere if there can be none."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            say(f"no log {path}: {error}")
+            return os.open(os.devnull, os.O_WRONLY)
+
     def _pipe(self, worker_index: int, path: Path, sink: Callable[[bytes], None]) -> int:
         reader, writer = os.pipe()
-        log = path.open("ab", buffering=0)
+        log = os.fdopen(self._open(path), "ab", buffering=0)
         self._pipes.append(PrefixedStream(reader, f"[worker {worker_index}] ", log, sink))
         return writer
 

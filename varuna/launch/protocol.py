@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from varuna.failure import FailureRecord
+
 _READ_BYTES = 65536
 _MAX_FDS = 64
 
@@ -114,11 +116,13 @@ class WorkerNotice(msgspec.Struct, frozen=True, kw_only=True):
         worker_index: who writes.
         what: user code begins, a failure record was left, or it got SIGTERM from somebody else.
         at_s: when, on the monotonic clock.
+        record: of the failure, shortened, if it could not be left where it should be.
     """
 
     worker_index: int
     what: Literal["begins", "failed", "terminate"]
     at_s: float
+    record: FailureRecord | None = None
 
 
 Request = StartStore | StartManager | StartProcess | SendSignal

@@ -8,6 +8,7 @@ it is printed here only when no record can be left.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import importlib.util
 import io
@@ -27,12 +28,13 @@ from typing import Literal
 import msgspec
 
 from varuna.errors import ConfigError, WantedEnd
-from varuna.failure import FailureRecord, record_of, write_record
+from varuna.failure import FailureRecord, record_of, shortened, write_record
 from varuna.launch.protocol import StartProcess, WorkerNotice
 from varuna.morph.script_end import script_end
 from varuna.morph.terminal import offer_terminal
 
 _INTERRUPTED = 128 + signal.SIGINT
+_MOST_RECORD_BYTES = 3800  # with its notice around it no more than a pipe takes in one piece
 
 
 def run_worker(request: StartProcess, fds: Sequence[int]) -> int:
@@ -160,19 +162,27 @@ def _exit_code(error: SystemExit, request: StartProcess, notice_fd: int) -> int:
 def _leave_record(
     record: FailureRecord, request: StartProcess, notice_fd: int, error: BaseException | None
 ) -> None:
+    told = None
     try:
         write_record(record, Path(request.failure_dir))
-    except OSError as problem:
-        sys.stderr.write(f"{record.traceback_text}varuna: no failure record: {problem}\n")
-    _notify(notice_fd, request, "failed")
+    except OSError as problem:  # a full disk, a folder that was removed
+        told = shortened(record, _MOST_RECORD_BYTES)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{record.traceback_text}varuna: no failure record: {problem}\n")
+    _notify(notice_fd, request, "failed", told)
     hook = sys.excepthook
     is_users = hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.")
     if error is not None and record.is_root_cause and is_users:  # an error tracker's, say
         hook(type(error), error, error.__traceback__)
 
 
-def _notify(notice_fd: int, request: StartProcess, what: Literal["begins", "failed", "terminate"]) -> None:
-    notice = WorkerNotice(worker_index=request.worker_index, what=what, at_s=time.monotonic())
+def _notify(
+    notice_fd: int,
+    request: StartProcess,
+    what: Literal["begins", "failed", "terminate"],
+    record: FailureRecord | None = None,
+) -> None:
+    notice = WorkerNotice(worker_index=request.worker_index, what=what, at_s=time.monotonic(), record=record)
     os.write(notice_fd, msgspec.json.encode(notice) + b"\n")
 
 

@@ -34,6 +34,7 @@ _IPV6_TABLE = Path("/proc/net/if_inet6")
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, linux/sockios.h
 _ANY_PORT = 9  # nothing is sent
 _CONNECT_S = 5.0
+_NUM_ASKED = 3  # the first answer of a manager may be slow
 
 
 def gather_facts(
@@ -146,8 +147,15 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def ask_manager(url: str, token: str) -> ManagerFacts:
-    """What a manager answers, and how its clock stands."""
+    """What a manager answers, and how its clock stands, by the quickest of a few answers."""
     client = RunClient(RunInfo(run_id="", url=url.rstrip("/"), token=token, pid=0, started_s=0.0))
+    answers = [_ask_once(client, url)]
+    while len(answers) < _NUM_ASKED and not answers[0].problem:
+        answers.append(_ask_once(client, url))
+    return min(answers, key=lambda answer: (bool(answer.problem), answer.round_trip_s))
+
+
+def _ask_once(client: RunClient, url: str) -> ManagerFacts:
     asked_s, began_s = time.time(), time.monotonic()
     try:
         about = client.about()
