@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 
 from varuna.aside import leave
+from varuna.config import cache_dir
 from varuna.launch.processes import (
     adopt_orphans,
     die_with_parent,
@@ -41,6 +42,7 @@ from varuna.launch.protocol import (
     decode_request,
 )
 from varuna.launch.worker import run_worker
+from varuna.plan.compiled import are_kept_beside_source, compile_loops
 
 STORE_NAME = "store"
 MANAGER_NAME = "manager"
@@ -55,6 +57,8 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach all of a job; the launcher decides
         signal.signal(signum, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    if not are_kept_beside_source():
+        _fork_compiler(channel)
     started_s = time.monotonic()
     _import_what_workers_need()
     channel.send(Ready(import_s=time.monotonic() - started_s))
@@ -62,6 +66,20 @@ def main() -> None:
     if job is None:
         os._exit(0)  # nothing here needs the interpreter's orderly end, which takes a while with torch
     leave(job())
+
+
+def _fork_compiler(channel: Channel) -> None:
+    """Have a process of its own compile what planning needs, while this one imports torch and workers start."""
+    zygote_pid = os.getpid()
+    if os.fork():
+        return
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() == zygote_pid:
+        set_process_name("varuna-compile")
+        channel.close()
+        with contextlib.suppress(Exception):  # whoever needs it compiles it then, and is told
+            compile_loops(cache_dir(os.environ))
+    os._exit(0)
 
 
 def _import_what_workers_need() -> None:

@@ -13,6 +13,7 @@ from varuna.config import LayoutConfig, ProfileConfig
 from varuna.errors import WantedEnd
 from varuna.events import ProfileMeasured
 from varuna.plan import PlanChoice, simple_plan
+from varuna.plan.compiled import wait_for_compiler
 from varuna.plan.profile_file import write_profile
 from varuna.run.partitions import Partitions
 from varuna.run.profiling import Profiled, ProfileRequest, obtain_profile
@@ -82,6 +83,8 @@ def plan_job(
             return _plain_choice(request, world, partitions)
         from varuna.plan.choose import choose_plan  # with a compiler, which other workers do not need
 
+        if request.options.cache_dir is not None:
+            wait_for_compiler(request.options.cache_dir.parent)
         return choose_plan(
             profiled.profile,
             profiled.cluster,
