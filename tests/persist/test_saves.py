@@ -58,6 +58,7 @@ class Job:
             at=lambda _: None,
             complete=lambda order: self.complete.append(order.step),
             is_aborted=lambda: self.is_aborted,
+            obstacle=lambda: "no store" if self.is_aborted else "",
         )
 
     def contents(self, rank: int) -> Contents:
@@ -206,3 +207,14 @@ def test_the_end_of_a_call_waits_for_the_save_before_it(job: Job) -> None:
     thread.join(10)
     assert found[0] is not None
     assert found[0].sequence == 2
+
+
+def test_why_no_save_begins_is_told_once_and_at_the_end(job: Job) -> None:
+    member = job.members[0]
+    job.is_aborted = True
+    wishes = [member.wish(step, is_last=step == 3) for step in (1, 2, 3)]
+    assert wishes == [None, None, None]
+    told = [(event.step, event.reason) for event in job.news(0) if isinstance(event, CheckpointFailed)]
+    assert told == [(1, "no store"), (3, "no store")]
+    job.is_aborted = False
+    assert member.wish(4, is_last=False) is not None

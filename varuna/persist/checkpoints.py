@@ -34,6 +34,11 @@ from varuna.run.commit import SaveMark
 from varuna.run.generation import Generation
 from varuna.run.reform import Worker
 
+_NO_STORE = (
+    "the store in which workers meet was lost, and there is no manager to give them another; when there is, "
+    "checkpoints are written again"
+)
+
 Complete = Callable[[SaveOrder, str, bool], None]
 """Told of a checkpoint, where it is, and whether it was found there and nobody here has heard of it."""
 
@@ -269,6 +274,11 @@ class Checkpoints:
             # without a store members do not hear of each other's parts: in the next generation they do
             return generation is not None and (generation.is_aborted or generation.calls.store_is_lost)
 
+        def obstacle() -> str:
+            generation = self._generation()
+            is_cut_off = generation is not None and not generation.is_aborted and generation.calls.store_is_lost
+            return _NO_STORE if is_cut_off else ""
+
         return Saves(
             store,
             Saver(
@@ -284,6 +294,7 @@ class Checkpoints:
             at=at,
             complete=lambda order: self._complete(order, f"{store.url}/{order.directory}", False),
             is_aborted=is_aborted,
+            obstacle=obstacle,
         )
 
 

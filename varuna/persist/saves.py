@@ -84,7 +84,8 @@ class Saves:
         standing: of the job; it knows the number of the newest save.
         at: called at named points, in whichever thread comes to them.
         complete: told of each new checkpoint; in a thread.
-        is_aborted: whether the generation at work has been given up.
+        is_aborted: whether the generation at work has been given up, or none of its saves could be completed.
+        obstacle: why that is so though training goes on; empty if it is not so.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Saves:
         at: Callable[[str], None],
         complete: Callable[[SaveOrder], None],
         is_aborted: Callable[[], bool],
+        obstacle: Callable[[], str] = lambda: "",
     ) -> None:
         self._standing = standing
         self._store = store
@@ -108,6 +110,8 @@ class Saves:
         self._at = at
         self._complete = complete
         self._is_aborted = is_aborted
+        self._obstacle = obstacle
+        self._has_told_obstacle = False
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._committer = make_committer(self._events.put)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="varuna-checkpoint-commit")
@@ -137,6 +141,7 @@ class Saves:
             while self._is_under_way() and not self._is_aborted():
                 time.sleep(_POLL_S)
         if self._is_aborted():
+            self._tell_obstacle(step, is_last=is_last)
             return None  # asked again in the next generation
         if self._is_under_way():
             self._skip(step)
@@ -146,6 +151,7 @@ class Saves:
 
     def begin(self, mark: SaveMark, step: int, rank: int, contents: Contents) -> None:
         """A step's commit has carried this wish, and its update is made: copy, and write behind."""
+        self._has_told_obstacle = False
         self._schedule.saved(step, time.monotonic())
         self._standing.last_sequence = max(self._standing.last_sequence, mark.sequence)
         order = SaveOrder(save_id=f"{mark.number:08x}", sequence=mark.sequence, step=step)
@@ -263,6 +269,13 @@ class Saves:
                 f"or to a faster place."
             )
             self._events.put(Notice(text=text))
+
+    def _tell_obstacle(self, step: int, *, is_last: bool) -> None:
+        """Once, and at the end of a call, where there will be no other."""
+        reason = self._obstacle()
+        if reason and (is_last or not self._has_told_obstacle):
+            self._has_told_obstacle = True
+            self._events.put(CheckpointFailed(step=step, url=self._store.url, reason=reason))
 
     def _planned_shares(
         self, rank: int, sizes: Mapping[int, Mapping[str, int]], holders: Mapping[int, Sequence[int]]
