@@ -62,7 +62,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# At least 200 random faults in one job; its weights and ledger must be those of an undisturbed one. About 15 min.
+# At least 200 random faults in one job; its weights and ledger must be those of an undisturbed one. Three to ten minutes.
 soak: setup
 	$(BIN)/python -m varuna.testing.soak $(SOAK)
 

@@ -1,9 +1,9 @@
 """The simulator on real models: steps of a GPT and a ResNet on two cores, against what a profile predicts.
 
-In each round ``varuna profile`` with two workers comes first; then jobs of one and two workers run with given
-layouts. Each one's step (the median of the rounds' medians) and each worker's peak memory are compared with the
-prediction for the plan that it used (the median of the rounds' predictions). Whoever else uses the machine
-disturbs this more than any other figure here.
+In each round ``varuna profile`` comes first, with one worker and with two, as a job of so many is; then
+jobs of one and two workers run with given layouts. Each one's step (the median of the rounds' medians) and each
+worker's peak memory are compared with the prediction for the plan that it used (the median of the rounds'
+predictions). Whoever else uses the machine disturbs this more than any other figure here.
 """
 
 from __future__ import annotations
@@ -75,17 +75,25 @@ def run_once(model: str, layout: Layout, folder: Path, num_steps: int) -> float:
     return statistics.median(steps[NUM_WARM_UP:])
 
 
+def profile_path(folder: Path, num_workers: int, index: int) -> Path:
+    """Where the profile of a round is, measured with so many workers."""
+    return folder / f"profile-{num_workers}-{index}.json"
+
+
 def rows_of(
     model: str, folder: Path, rounds: Sequence[Sequence[float]]
 ) -> tuple[list[list[object]], list[float], list[float]]:
     """Rows, errors of step times and of memory. ``rounds``: the measured step of every layout in each round."""
-    profiles = [read_profile(folder / f"profile-{index}.json") for index in range(len(rounds))]
+    profiles = {
+        size: [read_profile(profile_path(folder, size, index)) for index in range(len(rounds))]
+        for size in (1, 2)
+    }
     rows: list[list[object]] = []
     errors, memory_errors = [], []
     for index, layout in enumerate(LAYOUTS):
         plan = read_plan(folder / str(index) / "plan.json")
         cluster = Cluster.parse(f"1x{layout.num_workers}")
-        predictions = [predict(plan, profile, cluster, num_runs=20) for profile in profiles]
+        predictions = [predict(plan, profile, cluster, num_runs=20) for profile in profiles[layout.num_workers]]
         predicted_s = statistics.median(prediction.step_s for prediction in predictions)
         measured_s = statistics.median(found[index] for found in rounds)
         errors.append(predicted_s / measured_s - 1)
@@ -111,9 +119,10 @@ def measure(
     folder.mkdir()
     rounds = []
     for index in range(num_rounds):
-        profile = str(folder / f"profile-{index}.json")
-        job = ["-m", "benchmarks.real_job", model, str(folder)]
-        varuna("profile", "-w", "2", "--micro-batch-sizes", "1,2,4,8", "-o", profile, *job)
+        for size in (1, 2):
+            flags = ["-w", str(size), "--micro-batch-sizes", "1,2,4,8"]
+            job = ["-m", "benchmarks.real_job", model, str(folder)]
+            varuna("profile", *flags, "-o", str(profile_path(folder, size, index)), *job)
         rounds.append([run_once(model, layout, folder / str(i), num_steps) for i, layout in enumerate(LAYOUTS)])
         print(f"{model}, round {index + 1} of {num_rounds}", file=sys.stderr, flush=True)
     return rows_of(model, folder, rounds)

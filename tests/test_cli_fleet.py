@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import varuna
+from tests.plan.test_fleet_trace import TRACES
 from varuna.cli import main
 from varuna.plan.estimate import load_profile
 from varuna.plan.estimate_devices import DEVICES, NETWORKS
@@ -18,7 +19,6 @@ from varuna.plan.estimate_models import MODELS
 
 TRACE = "0,add,a\n0,add,b\n600000,add,c\n3000000,remove,b\n3600000,remove,a\n"
 ASK = ("simulate", "gpt2-355m@v100", "--batch-size", "64")
-TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
 
 
 def invoke(*arguments: str) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from varuna.errors import ConfigError
 from varuna.plan.fleet_trace import FleetChange, parse_trace, read_trace
 
-TRACES = Path(__file__).parent.parent.parent.parent / "shared" / "traces"
+TRACES = Path(
+    os.environ.get("VARUNA_TRACES") or Path(__file__).parent.parent.parent.parent / "shared" / "traces"
+)
 
 
 def test_events_begin_at_the_first_line_and_join_by_moment() -> None:

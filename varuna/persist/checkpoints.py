@@ -36,7 +36,7 @@ from varuna.run.reform import Worker
 
 _NO_STORE = (
     "the store in which workers meet was lost, and there is no manager to give them another; when there is, "
-    "checkpoints are written again"
+    "later ones are written"
 )
 
 Complete = Callable[[SaveOrder, str, bool], None]
