@@ -2,7 +2,7 @@
 
 The script runs as ``__main__`` with its own ``sys.argv`` and ``sys.path[0]``, as under ``python train.py``. Its
 exception, if it ends in one, becomes a failure record for the launcher, which shows the one that matters first;
-it is printed here only when no record can be left.
+it is printed here only when no record can be left and it is too long to be told without.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def _leave_record(
     except OSError as problem:  # a full disk, a folder that was removed
         told = shortened(record, _MOST_RECORD_BYTES)
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"{record.traceback_text}varuna: no failure record: {problem}\n")
+            too_long = "" if told is record else record.traceback_text
+            sys.stderr.write(f"{too_long}varuna: no failure record: {problem}\n")
     _notify(notice_fd, request, "failed", told)
     hook = sys.excepthook
     is_users = hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.")
