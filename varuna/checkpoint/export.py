@@ -117,7 +117,7 @@ def _items(checkpoint: Checkpoint, prefix: str) -> list[_Item]:
             raise ConfigError(f"{name} is {place.tensor.dtype}, which a safetensors file cannot hold.")
         items.append(_Item(name=name.removeprefix(prefix), place=place))
     if not items:
-        raise CheckpointError(f"{checkpoint.store.url}/{checkpoint.directory} names no weights of a model.")
+        raise CheckpointError(f"{checkpoint.url} names no weights of a model.")
     return items
 
 

@@ -161,7 +161,9 @@ class Launcher(ABC):
         for line in lines:
             notice = msgspec.json.decode(line, type=WorkerNotice)
             if notice.what == "failed":
-                self._take_record(notice.worker_index, notice.record)
+                if notice.record is not None:
+                    self._told[notice.worker_index] = notice.record
+                self._take_record(notice.worker_index)
             elif notice.what == "terminate":
                 self._has_to_go(notice.worker_index)
             else:
@@ -211,10 +213,8 @@ class Launcher(ABC):
             end = WorkerEnd(worker_index=worker_index, code=report.code, record=record)
             say(f"{describe_end(end)}; the others go on")
 
-    def _take_record(self, worker_index: int, told: FailureRecord | None = None) -> FailureRecord | None:
+    def _take_record(self, worker_index: int) -> FailureRecord | None:
         """What a worker has left about its failure, or could only tell."""
-        if told is not None:
-            self._told[worker_index] = told
         record = read_record(self.job.log_dir, worker_index) or self._told.get(worker_index)
         if record is not None and self.supervisor.worker_failed(record, time.monotonic()):
             self._output.append(worker_index, record.traceback_text)

@@ -73,13 +73,19 @@ def _fork_compiler(channel: Channel) -> None:
     zygote_pid = os.getpid()
     if os.fork():
         return
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() == zygote_pid:
-        set_process_name("varuna-compile")
-        channel.close()
-        with contextlib.suppress(Exception):  # whoever needs it compiles it then, and is told
-            compile_loops(cache_dir(os.environ))
+    _be_child("compile", zygote_pid)
+    channel.close()
+    with contextlib.suppress(Exception):  # whoever needs it compiles it then, and is told
+        compile_loops(cache_dir(os.environ))
     os._exit(0)
+
+
+def _be_child(name: str, zygote_pid: int) -> None:
+    """In a process just forked: end with the zygote, and be seen under a name."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != zygote_pid:  # it ended before the line above
+        os._exit(1)
+    set_process_name(f"varuna-{name}")
 
 
 def _import_what_workers_need() -> None:
@@ -172,10 +178,7 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
-            die_with_parent(signal.SIGKILL)
-            if os.getppid() != zygote_pid:  # it ended before the line above
-                os._exit(1)
-            set_process_name(f"varuna-{name}")
+            _be_child(name, zygote_pid)
             self._forget()
             return 0
         os.setpgid(pid, pid)  # here too, so that the group exists before anybody signals it

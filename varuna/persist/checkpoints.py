@@ -122,8 +122,7 @@ class Checkpoints:
             self._saves = self._new_saves(worker)
 
     def look(self, newer_than: int = 0) -> bool:
-        """Tell of the newest checkpoint in the place, which may be news to the manager: members make steps and
-        save while it is away, and may be lost before it is back.
+        """Tell of the newest checkpoint in the place: whoever saved it while the manager was away may be lost.
 
         Args:
             newer_than: number of a save; older ones are not told.
