@@ -35,9 +35,9 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --alone not
 	$(BIN)/python -m pytest --alone only
 
-# The full product of models, layouts, schedules and recompute: long.
-test-all: setup
-	$(BIN)/python -m pytest -m "not gpu and not services and not examples" --timeout 3600
+# All tests, and the full product of models, layouts, schedules and recompute: some 20 minutes more.
+test-all: test
+	$(BIN)/python -m pytest -n 2 -m product
 
 # Launchers against the real services (Slurm, Ray) on this machine; installs what is missing.
 test-services: setup

@@ -11,6 +11,7 @@ import sys
 
 NAMES = (
     "single",
+    "gradients",
     "pipelining",
     "emulated",
     "schedules",

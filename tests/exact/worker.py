@@ -23,8 +23,10 @@ import transformers.models.whisper.modeling_whisper  # noqa: F401  imported befo
 import varuna
 from tests.exact import models, plain
 from tests.exact.forker import Request
+from varuna.run import inplace
 
 torch.set_num_threads(1)
+inplace.LEAST_BYTES = 0  # these models are small: every weight that can be is added up in place
 _ = varuna.Varuna  # imported when first named: here, before forking
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from varuna.partition import Partition, Section, partition
-from varuna.run.deferred import PendingWeights, deferring
+from varuna.run.deferred import PendingWeights
 from varuna.run.precision import AutocastSpec
 from varuna.run.stage import ModelStage, StageInputs
 from varuna.run.stage_sections import StageSections
+from varuna.run.weight_calls import tapped
 
 CPU = torch.device("cpu")
 NO_AUTOCAST = AutocastSpec(device_type="cpu")
@@ -123,7 +124,7 @@ def put_off(
     """Compares both ways; names of the parameters that had no gradient before W."""
     loss = run(whole.sections, x, None, autocast)
     theirs = take_gradients(whole.sections)
-    sections = [deferring(section) for section in whole.sections]
+    sections = [tapped(section) for section in whole.sections]
     pending = PendingWeights(CPU)
     assert torch.equal(run(sections, x, pending, autocast), loss)
     parameters = parameters_of(sections)
@@ -224,7 +225,7 @@ def test_a_chain_of_modules_that_cannot_be_captured() -> None:
     both(whole.sections, None)
     theirs = take_gradients(whole.sections)
     pending = PendingWeights(CPU)
-    both([deferring(section) for section in whole.sections], pending)
+    both([tapped(section) for section in whole.sections], pending)
     assert not take_gradients(whole.sections)
     pending.run()
     assert_equal(take_gradients(whole.sections), theirs)
@@ -341,7 +342,7 @@ def test_b_frees_what_w_does_not_need_and_w_the_rest_as_it_goes() -> None:
             return self.down(narrow)
 
     x = torch.randn(4, 6, dtype=torch.float64)
-    sections = [deferring(section) for section in partition_of(Watched(), x, opaque=True).sections]
+    sections = [tapped(section) for section in partition_of(Watched(), x, opaque=True).sections]
     kept.clear()
     pending = PendingWeights(CPU)
     run(sections, x, pending)

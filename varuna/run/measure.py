@@ -24,7 +24,6 @@ from varuna.errors import VarunaError, WorkerFailed
 from varuna.partition import Partition, Section, ValueSpec
 from varuna.partition.materialise import InitWeights
 from varuna.plan.profile import TaskCosts
-from varuna.run.deferred import deferring
 from varuna.run.fingerprint import kinds_of
 from varuna.run.measure_pass import (
     Batch,
@@ -44,6 +43,9 @@ from varuna.run.undisturbed import drop_gradients, placed, undisturbed
 BUDGET_S = 4.5
 """Seconds that measuring may take; small models need far less. On a CPU they are this process's own: on a busy
 machine fewer sizes would be measured otherwise, and none that is not measured can be chosen."""
+
+MEASURED_AS = 2
+"""Raised when tasks run differently from before: profiles of then do not stand for those of now."""
 
 _MOST_DELAY = 4
 """But all together not longer than so many times that."""
@@ -213,7 +215,7 @@ def _measure_size(
         timed_pass(chain, batch, [SectionTimes() for _ in indices])
     sizes = weighed_pass(chain, batch)
     times = [SectionTimes() for _ in indices]
-    split = _split_sections(chain, [kinds[index] for index in indices])
+    split = _first_of_each([kinds[index] for index in indices])
     changes_buffers = any(section.mutated_buffers for section in chain.sections)
     budget.begin_size()
     while budget.wants_pass(len(times[0].forward_s)):
@@ -232,9 +234,9 @@ def _measure_size(
     return found
 
 
-def _split_sections(chain: Chain, kinds: Sequence[int]) -> dict[int, Section]:
-    """The first section of each kind made to put off weight gradients, by position in the chain."""
-    return {kinds.index(kind): deferring(chain.sections[kinds.index(kind)]) for kind in sorted(set(kinds))}
+def _first_of_each(kinds: Sequence[int]) -> list[int]:
+    """Positions of the first section of each kind: those whose backward is timed in two parts too."""
+    return [kinds.index(kind) for kind in sorted(set(kinds))]
 
 
 def _batch(request: MeasureRequest, first: Section, size: int) -> Batch:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch import Tensor
 from varuna.partition import Partition, Section
 from varuna.partition.program import GraphProgram
 from varuna.run.deferred import PendingWeights
+from varuna.run.inplace import InPlaceWeights
 from varuna.run.measure_bytes import KeptBytes, Peak, num_bytes
 from varuna.run.precision import AutocastSpec
 from varuna.run.random import seed_section
+from varuna.run.weight_calls import tapped
 
 _Moment = float | torch.cuda.Event
 _Span = tuple[_Moment, _Moment]
@@ -47,10 +50,15 @@ class Chain:
     seed: int
     device: torch.device
 
-    @property
+    @cached_property
     def sections(self) -> Sequence[Section]:
-        """The sections."""
-        return self.partition.sections[self.first_section : self.end_section]
+        """The sections, as a stage has them."""
+        return [tapped(section) for section in self.partition.sections[self.first_section : self.end_section]]
+
+    @cached_property
+    def in_place(self) -> InPlaceWeights:
+        """Adds gradients up, as in a stage."""
+        return InPlaceWeights(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +143,14 @@ def timed_recompute(chain: Chain, batch: Batch, times: Sequence[SectionTimes]) -
 
 
 def split_pass(
-    chain: Chain, batch: Batch, split: Mapping[int, Section], times: Sequence[SectionTimes]
+    chain: Chain, batch: Batch, split: Collection[int], times: Sequence[SectionTimes]
 ) -> dict[int, int]:
     """Run once with backward in two parts in some sections; add the second part's share to ``times``.
 
     Args:
         chain: what runs.
         batch: on what.
-        split: ``deferring`` sections by position in the chain; the others run as usual.
+        split: positions of these sections in the chain; the others run as usual.
         times: per section.
 
     Returns:
@@ -153,8 +161,7 @@ def split_pass(
     held: list[_Held] = []
     values = batch.received
     with _as_in_a_run(chain):
-        for index, usual in enumerate(chain.sections):
-            section = split.get(index, usual)
+        for index, section in enumerate(chain.sections):
             held.append(_Held(received=_leaves(section, values)))
             with pending[index].collect([section]) if index in pending else contextlib.nullcontext():
                 values = held[-1].outputs = _run(chain, section, batch, held[-1].received)
@@ -167,7 +174,7 @@ def split_pass(
             gradients = _backward(last, gradients)
             continue
         start = clock.now()
-        with pending[index].collect([split[index]]):
+        with pending[index].collect([chain.sections[index]]):
             gradients = _backward(last, gradients)
         middle = clock.now()
         kept[index] = pending[index].num_bytes
@@ -212,7 +219,7 @@ def weighed_pass(chain: Chain, batch: Batch) -> list[SectionBytes]:
 
 @contextlib.contextmanager
 def _as_in_a_run(chain: Chain) -> Iterator[None]:
-    with torch.enable_grad(), chain.autocast.context():
+    with torch.enable_grad(), chain.autocast.context(), chain.in_place.collect(chain.sections):
         yield
 
 

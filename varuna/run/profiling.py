@@ -34,7 +34,7 @@ from varuna.run.fingerprint import kinds_of, shapes_digest
 from varuna.run.job import JobSpec
 from varuna.run.join_profile import JoinedLinks, join_costs, ties_of
 from varuna.run.links import LinkMeasures, measure_links
-from varuna.run.measure import KindCosts, MeasureRequest, measure_sections
+from varuna.run.measure import MEASURED_AS, KindCosts, MeasureRequest, measure_sections
 from varuna.run.measure_update import UpdateMeasure, gradient_bytes, options_text
 from varuna.run.memory import resident_bytes
 from varuna.run.overhead import task_overhead_s
@@ -248,6 +248,7 @@ def _key(request: ProfileRequest, places: Sequence[_Place]) -> str | None:
         return None
     described = [
         PROFILE_VERSION,
+        MEASURED_AS,
         shapes_digest(reference),
         code,
         request.precision.value,

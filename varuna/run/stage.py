@@ -2,7 +2,7 @@
 
 The engine (``engine.py``) decides when; this module does the arithmetic. Tensors that arrive from the neighbour
 are leaves of a private autograd graph per micro-batch; ``backward`` returns their gradients. What a split
-backward puts off is ``deferred.py``'s.
+backward puts off is ``deferred.py``'s, how gradients add up ``inplace.py``'s.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from varuna.errors import DataError, ProtocolError
 from varuna.partition import InputSignature, Section
 from varuna.run.deferred import PendingWeights
 from varuna.run.engine import Message
+from varuna.run.inplace import InPlaceWeights
 from varuna.run.precision import AutocastSpec
 from varuna.run.random import seed_section
 from varuna.run.stage_sections import StageSections
@@ -100,6 +101,7 @@ class ModelStage:
         self._seed = seed
         self._device = device
         self._before_final_backward = before_final_backward
+        self._in_place = InPlaceWeights(device) if training and not sections.split else None
         self._in_flight: dict[int, _InFlight] = {}
         self._pending: dict[int, PendingWeights] = {}
         self._losses: dict[int, Tensor] = {}
@@ -230,8 +232,8 @@ class ModelStage:
         self, micro_batch_index: int, held: _InFlight, *, preserve_buffers: bool = False
     ) -> tuple[Tensor, ...]:
         values: tuple[Tensor, ...] = held.received
-        weights = held.weights
-        collecting = contextlib.nullcontext() if weights is None else weights.collect(held.sections)
+        sink = held.weights or self._in_place
+        collecting = contextlib.nullcontext() if sink is None else sink.collect(held.sections)
         with self._autocast.context(), collecting:
             for section in held.sections:
                 if section.uses_random:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from varuna.partition import InputSignature, Partition, Section
-from varuna.run.deferred import deferring
+from varuna.run.weight_calls import tapped
 
 
 class StageSections:
@@ -16,7 +16,8 @@ class StageSections:
         first_section, end_section: which sections of every partition belong here.
         partition_for: (signature, number of samples) to partition; signature None is the job's first. Looked up
             for every micro-batch, so it must remember.
-        split: their weight gradients can be put off.
+        split: their weight gradients are put off.
+        training: calls on weights are tapped (``weight_calls.py``).
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class StageSections:
         partition_for: Callable[[InputSignature | None, int], Partition],
         *,
         split: bool = False,
+        training: bool = True,
     ) -> None:
         self.first_section = first_section
         self.end_section = end_section
         self.split = split
+        self._training = training
         self._partition_for = partition_for
-        self._deferring: weakref.WeakKeyDictionary[Partition, Sequence[Section]] = weakref.WeakKeyDictionary()
+        self._tapped: weakref.WeakKeyDictionary[Partition, Sequence[Section]] = weakref.WeakKeyDictionary()
 
     def partition(self, signature: InputSignature | None, num_samples: int) -> Partition:
         """The whole partition for a signature."""
@@ -41,8 +44,8 @@ class StageSections:
         """This stage's sections for a signature."""
         partition = self.partition(signature, num_samples)
         sections = partition.sections[self.first_section : self.end_section]
-        if not self.split:
+        if not self._training:
             return sections
-        if partition not in self._deferring:
-            self._deferring[partition] = tuple(deferring(section) for section in sections)
-        return self._deferring[partition]
+        if partition not in self._tapped:
+            self._tapped[partition] = tuple(tapped(section) for section in sections)
+        return self._tapped[partition]

@@ -219,6 +219,7 @@ class StageWorker:
                 self._spec.end_section,
                 partition_for,
                 split=training and self._schedule.split,
+                training=training,
             ),
             load=load,
             is_first=self._position.stage_index == 0,
