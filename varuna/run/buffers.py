@@ -18,7 +18,9 @@ pipeline that copy is the whole cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -84,49 +86,93 @@ class BufferSync:
         Raises:
             PeerLost: a holder is gone; ``restore`` still works.
         """
-        shared: dict[tuple[int, ...], list[str]] = {}
+        for holders, shared in self._shared.items():
+            flat = self._groups.of(holders).place(torch.cat([self._share, shared.contribution(self._before)]))
+            self._groups.of(holders).all_reduce_sum(flat)
+            if round(flat[0].item()) != self._num_micro_batches:
+                raise PlanError(
+                    f"Several stages of one pipeline change the same buffers ({', '.join(shared.names[:3])}), "
+                    f"so their values cannot be joined. Move the cut so that one stage holds all uses of that "
+                    f"module, or use fewer stages."
+                )
+            shared.set(flat[1:], self._before)
+
+    @cached_property
+    def _share(self) -> Tensor:
+        """How many micro-batches this pipeline has: those of all must be the global batch's."""
+        device = next(iter(self._buffers.values())).device
+        return torch.tensor([len(self._micro_batches)], dtype=torch.float64, device=device)
+
+    @cached_property
+    def _shared(self) -> Mapping[tuple[int, ...], _Shared]:
+        """What others hold too, by its holders, in the same order on all of them."""
+        names: dict[tuple[int, ...], list[str]] = {}
         for name in self._buffers:
             if len(self._holders[name]) > 1:
-                shared.setdefault(self._holders[name], []).append(name)
-        for holders in sorted(shared):
-            self._combine(holders, shared[holders])
-
-    def _combine(self, holders: tuple[int, ...], names: Iterable[str]) -> None:
-        names = list(names)
-        group = self._groups.of(holders)
-        share = torch.tensor([len(self._micro_batches)], dtype=torch.float64)
-        parts = [share, *(self._contribution(name).to(share.device) for name in names)]
-        flat = group.place(torch.cat(parts))
-        group.all_reduce_sum(flat)
-        if round(flat[0].item()) != self._num_micro_batches:
-            raise PlanError(
-                f"Several stages of one pipeline change the same buffers ({', '.join(names[:3])}), so their "
-                f"values cannot be joined. Move the cut so that one stage holds all uses of that module, or "
-                f"use fewer stages."
+                names.setdefault(self._holders[name], []).append(name)
+        return {
+            holders: _Shared(
+                {name: self._buffers[name] for name in names[holders]},
+                self._rules,
+                self._micro_batches,
+                self._num_micro_batches,
             )
-        start = 1
+            for holders in sorted(names)
+        }
+
+
+class _Shared:
+    """Buffers that the same workers hold: one flat tensor in float64, so that a step takes few operations."""
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Tensor],
+        rules: Mapping[str, BufferRule],
+        share: range,
+        num_micro_batches: int,
+    ) -> None:
+        # Neighbours have the same dtype: numbers are converted a run at a time.
+        self._buffers = dict(sorted(buffers.items(), key=lambda item: str(item[1].dtype)))
+        self.names = list(self._buffers)
+
+        sizes = [buffer.numel() for buffer in self._buffers.values()]
+        device = next(iter(self._buffers.values())).device
+
+        def spread(of_rule: Callable[[BufferRule], float]) -> Tensor:
+            """A number of each buffer's rule, for every element."""
+            values = torch.tensor([of_rule(rules[name]) for name in self.names], dtype=torch.float64)
+            return values.repeat_interleave(torch.tensor(sizes)).to(device)
+
+        self._is_affine = spread(lambda rule: rule.kind == "affine").bool()
+        self._decayed = spread(lambda rule: float(rule.decay) ** len(share))
+        self._kept = spread(lambda rule: float(rule.decay) ** num_micro_batches)
+        self._weight = spread(
+            lambda rule: (
+                float(rule.decay) ** (num_micro_batches - share.stop)
+                if rule.kind == "affine"
+                else len(share) / num_micro_batches
+            )
+        )
+
+    def contribution(self, before: Mapping[str, Tensor]) -> Tensor:
+        """What this pipeline adds, flat; ``before``: the values before the step, by name."""
+        now = self._flat(self._buffers)
+        grown = now - self._decayed * self._flat(before)
+        return torch.where(self._is_affine, grown, now) * self._weight
+
+    def set(self, total: Tensor, before: Mapping[str, Tensor]) -> None:
+        """The buffers, from the sum of all contributions and what is left of the values before the step."""
+        total = total.to(self._kept.device)
+        joined = torch.where(self._is_affine, total + self._kept * self._flat(before), total)
+        start = 0
         with torch.no_grad():
-            for name in names:
-                buffer = self._buffers[name]
-                total = flat[start : start + buffer.numel()].view(buffer.shape).to(buffer.device)
+            for buffer in self._buffers.values():
+                value = joined[start : start + buffer.numel()].view(buffer.shape)
                 start += buffer.numel()
-                joined = total + self._kept_part(name)
-                buffer.copy_(joined if buffer.is_floating_point() else joined.round())
+                buffer.copy_(value if buffer.is_floating_point() else value.round())
 
-    def _contribution(self, name: str) -> Tensor:
-        """What this pipeline adds, flat, float64."""
-        rule, share = self._rules[name], self._micro_batches
-        now = self._buffers[name].detach().double().flatten()
-        if rule.kind == "mean":
-            return now * (len(share) / self._num_micro_batches)
-        grown = now - float(rule.decay) ** len(share) * self._before[name].double().flatten()
-        weight: float = rule.decay ** (self._num_micro_batches - share.stop)
-        return grown * weight
-
-    def _kept_part(self, name: str) -> Tensor | float:
-        """What is left of the value before the step."""
-        rule = self._rules[name]
-        if rule.kind == "mean":
-            return 0.0
-        kept: float = rule.decay**self._num_micro_batches
-        return self._before[name].double() * kept
+    def _flat(self, buffers: Mapping[str, Tensor]) -> Tensor:
+        parts = []
+        for _, names in groupby(self.names, key=lambda name: self._buffers[name].dtype):
+            parts.append(torch.cat([buffers[name].detach().reshape(-1) for name in names]).double())
+        return torch.cat(parts)

@@ -230,8 +230,7 @@ def _all_reduces(group: Group, rank: int, machines: Sequence[int], most_bytes: i
     """Points of one group, on its first member; the others get nothing."""
     points = []
     for num_bytes in _REDUCED_BYTES:
-        tensor = group.place(torch.zeros(num_bytes // 4))
-        seconds = _all_reduce_s(group, tensor)
+        seconds = _all_reduce_s(group, group.place(torch.zeros(num_bytes // 4)))
         shared = group.place(torch.tensor([seconds], dtype=torch.float64))
         group.all_reduce_sum(shared)  # so that all stop at the same size
         seconds = float(shared.item()) / group.size
@@ -249,10 +248,11 @@ def _all_reduces(group: Group, rank: int, machines: Sequence[int], most_bytes: i
 
 
 def _all_reduce_s(group: Group, tensor: torch.Tensor) -> float:
+    """As a bucket of gradients is reduced (``reduce.py``): in fresh memory, filled before."""
     seconds = []
     for _ in range(1 + _NUM_REPEATS):
         started_s = time.monotonic()
-        group.all_reduce_sum(tensor)
+        group.all_reduce_sum(tensor.clone())
         if tensor.device.type == "cuda":
             torch.cuda.synchronize(tensor.device)
         seconds.append(time.monotonic() - started_s)
