@@ -38,42 +38,21 @@ def stage_memory_bytes(
     kept = peak_in_flight * in_flight_bytes(costs, recompute=recompute) + peak_held * costs.weight_bytes
     if recompute:  # one set of recomputed activations at a time
         kept += costs.activation_bytes
-    return stage_bytes(
-        profile,
-        first_section,
-        end_section,
-        micro_batch_size,
-        kept_bytes=kept,
-        num_holders=num_holders,
-        num_waiting=(peak_waiting, peak_waiting),
-    )
+    resident = resident_bytes(profile, first_section, end_section, num_holders=num_holders)
+    return stage_bytes(costs, resident, kept_bytes=kept, num_waiting=(peak_waiting, peak_waiting))
 
 
-def stage_bytes(
-    profile: Profile,
-    first_section: int,
-    end_section: int,
-    micro_batch_size: int,
-    *,
-    kept_bytes: float,
-    num_holders: int,
-    num_waiting: tuple[int, int],
-) -> int:
+def stage_bytes(costs: StageCosts, resident: int, *, kept_bytes: float, num_waiting: tuple[int, int]) -> int:
     """As ``stage_memory_bytes``, where what the schedule keeps is known from a simulation.
 
     Args:
-        profile: sizes.
-        first_section: as there.
-        end_section: as there.
-        micro_batch_size: m.
+        costs: of the stage at its micro-batch size.
+        resident: ``resident_bytes`` of the stage.
         kept_bytes: most bytes of activations and inputs at one time.
-        num_holders: as there.
         num_waiting: activations and gradients that have arrived and are not used yet.
     """
-    costs = stage_costs(profile, first_section, end_section, micro_batch_size)
     messages = num_waiting[0] * costs.received_bytes + num_waiting[1] * costs.gradient_bytes
     messages += costs.returned_bytes  # what a backward makes, until it is sent
-    resident = resident_bytes(profile, first_section, end_section, num_holders=num_holders)
     return resident + round(kept_bytes) + costs.workspace_bytes + messages
 
 

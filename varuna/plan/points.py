@@ -73,6 +73,15 @@ class Points:
         )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Network:
+    """Seconds for reductions, at least and by layout, and by layout of messages; see the functions below."""
+
+    least_reduce_s: Floats
+    reduced_s: dict[str, Floats]
+    messages_s: dict[str, tuple[Floats, Floats]]
+
+
 class PointMaker:
     """Makes points for one setting."""
 
@@ -142,15 +151,25 @@ class PointMaker:
         keys = (stages, pipelines, sizes, deeper)
         limits = tuple(int(key.max()) + 1 for key in keys)
         distinct = np.unravel_index(np.unique(np.ravel_multi_index(keys, limits)), limits)
+        stages, pipelines, sizes, deeper = (key.astype(np.int64) for key in distinct)
+        network = self._network(stages, pipelines, sizes)
         parts = [
-            self._bounded(*(key.astype(np.int64) for key in distinct), split=split)
+            self._bounded(stages, pipelines, sizes, deeper, network=network, split=split)
             for split in (False, True)
             if self.setting.wish.schedules_of(split=split) and only in (None, split)
         ]
-        columns = (field.name for field in fields(Points))
-        return Points(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in columns})
+        names = (field.name for field in fields(Points))
+        return Points(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
-    def _bounded(self, stages: Ints, pipelines: Ints, size: Ints, deeper: Ints, *, split: bool) -> Points:
+    def _network(self, stages: Ints, pipelines: Ints, size: Ints) -> _Network:
+        """What messages and reductions take, whatever the schedule."""
+        least_reduce_s, reduced_s = self._reductions(stages, pipelines)
+        messages = {layout: self._messages(stages, pipelines, size, layout) for layout in reduced_s}
+        return _Network(least_reduce_s=least_reduce_s, reduced_s=reduced_s, messages_s=messages)
+
+    def _bounded(
+        self, stages: Ints, pipelines: Ints, size: Ints, deeper: Ints, *, network: _Network, split: bool
+    ) -> Points:
         setting = self.setting
         profile, sections, devices = setting.profile, setting.sections, setting.devices
         residents, overhead_s = setting.residents, profile.task_overhead_s
@@ -171,17 +190,16 @@ class PointMaker:
         even_s = num * work_s / np.cumsum(speed)[stages * pipelines + deeper - 1]
         share = sections.least_forward_share if split else 1.0
         fill_s = passing_s * share / -np.expm1(stages * np.log1p(-share / np.maximum(each, share + 1e-9)))
-        least_reduce_s, reduced_s = self._reductions(stages, pipelines)
         update_s = float(residents.update_s[0, -1]) / stages / speed[0]
-        last_s = (each * work_s - backward_s) / stages / speed[0] + least_reduce_s
+        last_s = (each * work_s - backward_s) / stages / speed[0] + network.least_reduce_s
         resident = float(residents.alone_bytes[0, -1]) - profile.runtime_bytes
         least_bytes = profile.runtime_bytes + resident / (stages + (deeper > 0))
         fits = (least_bytes <= devices.memory_bytes.max()) & np.isfinite(busy_s)
         later = np.maximum(1e-9, 1 - 1 / np.maximum(each, 1))  # micro-batches after the first
         bound_s = np.max([even_s + update_s, fill_s, last_s + update_s, busy_s], axis=0)
         estimate_s = np.full(len(size), np.inf)
-        for layout, reduce_s in reduced_s.items():
-            messages_s, sending_s = self._messages(stages, pipelines, size, layout)
+        for layout, reduce_s in network.reduced_s.items():
+            messages_s, sending_s = network.messages_s[layout]
             slowest_s = np.maximum(mean_s, sending_s[:, None])
             expected_s = _shared_out(num, each, slowest_s, stages, pipelines, deeper) * later
             estimate_s = np.minimum(estimate_s, expected_s + passing_s + messages_s + reduce_s + update_s)

@@ -22,7 +22,7 @@ from varuna.plan.arrays import CostsOf, PipelineShape, arrays_of, shapes_of
 from varuna.plan.cluster import Cluster
 from varuna.plan.costs import stage_costs
 from varuna.plan.kernel import Floats
-from varuna.plan.memory import stage_bytes
+from varuna.plan.memory import resident_bytes, stage_bytes
 from varuna.plan.pipeline import PipelineRun, run_pipeline
 from varuna.plan.profile import Profile
 from varuna.plan.reductions import reduced_s
@@ -102,6 +102,7 @@ def predict(
     machines = cluster.machine_indices()
     speeds = tuple(machine.speed for machine in cluster.machines for _ in range(machine.num_workers))
     costs_of = cache(partial(stage_costs, profile))
+    resident_of = cache(partial(resident_bytes, profile))
     shapes = shapes_of(plan, profile, machines, speeds, costs_of)
     update_s = _update_s(plan, profile, speeds)
     used = [stage.worker_index for pipeline in plan.pipelines for stage in pipeline.stages]
@@ -110,7 +111,12 @@ def predict(
     runs = []
     for index in range(num_runs if _has_jitter(profile) else 1):
         simulate = partial(
-            _simulate, profile=profile, costs_of=costs_of, seed=(seed, index), record=record and index == 0
+            _simulate,
+            profile=profile,
+            costs_of=costs_of,
+            resident_of=resident_of,
+            seed=(seed, index),
+            record=record and index == 0,
         )
         runs.append(_run_pipelines(plan, shapes, start_s, MAX_DRAWS if _has_jitter(profile) else 1, simulate))
     steps = []
@@ -154,18 +160,16 @@ def _simulate(
     *,
     profile: Profile,
     costs_of: CostsOf,
+    resident_of: Callable[..., int],
     seed: tuple[int, int],
     record: bool,
 ) -> _Simulated:
     run = run_pipeline(arrays_of(shape, profile, costs_of, start_s, [*seed, draw]), record=record)
     memory = [
         stage_bytes(
-            profile,
-            stage.first_section,
-            stage.end_section,
-            shape.micro_batch_size,
+            costs_of(stage.first_section, stage.end_section, shape.micro_batch_size),
+            resident_of(stage.first_section, stage.end_section, num_holders=num_pipelines),
             kept_bytes=float(run.peak_bytes[index]),
-            num_holders=num_pipelines,
             num_waiting=(int(run.peak_waiting[index, 0]), int(run.peak_waiting[index, 1])),
         )
         for index, stage in enumerate(shape.stages)

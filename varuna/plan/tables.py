@@ -170,15 +170,28 @@ class Residents:
         """Seconds of all-reduces of buckets, one after the other, alone on the network."""
         if num_workers < 2:
             return np.zeros_like(num_bytes)
-        knots = {0.0, 1.0, float(BUCKET_BYTES)} | {
-            float(point.num_bytes)
-            for point in self.profile.all_reduce
-            if point.across_machines == across_machines and point.num_bytes < BUCKET_BYTES
-        }
-        sizes = sorted(knots)
-        seconds = [all_reduce_s(self.profile, num_workers, size, across_machines) for size in sizes]
+        sizes, seconds = self._bucket_s(num_workers, across_machines)
         buckets = np.maximum(1.0, num_bytes / BUCKET_BYTES)
         return np.asarray(buckets * np.interp(num_bytes / buckets, sizes, seconds))
+
+    def _bucket_s(self, num_workers: int, across_machines: bool) -> tuple[list[float], list[float]]:
+        """Bytes of a bucket and the seconds that its all-reduce takes; linear in between."""
+        key = (num_workers, across_machines)
+        if key not in self._buckets:
+            knots = {0.0, 1.0, float(BUCKET_BYTES)} | {
+                float(point.num_bytes)
+                for point in self.profile.all_reduce
+                if point.across_machines == across_machines and point.num_bytes < BUCKET_BYTES
+            }
+            sizes = sorted(knots)
+            seconds = [all_reduce_s(self.profile, num_workers, size, across_machines) for size in sizes]
+            self._buckets[key] = (sizes, seconds)
+        return self._buckets[key]
+
+    @cached_property
+    def _buckets(self) -> dict[tuple[int, bool], tuple[list[float], list[float]]]:
+        """See ``_bucket_s``."""
+        return {}
 
     @cached_property
     def _twice(self) -> Floats:
