@@ -19,6 +19,7 @@ from varuna.partition.materialise import return_memory
 from varuna.run.fingerprint import kinds_of
 from varuna.run.measure import KindCosts, MeasureRequest, measure_sections
 from varuna.run.measure_bytes import Peak
+from varuna.run.measure_size import SizeRun
 from varuna.run.measure_update import UpdateMeasure, options_text
 from varuna.run.memory import peak_memory_bytes, reset_peak_memory
 from varuna.run.overhead import task_overhead_s
@@ -120,6 +121,22 @@ def test_every_size_and_kind_has_costs(measured: list[KindCosts]) -> None:
             assert costs.forward_s > 0
             assert costs.backward_s > costs.weight_s > 0
             assert costs.recompute_s == costs.forward_s  # no buffers: the same work
+
+
+def test_where_there_is_time_all_sizes_are_timed_again_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+    time_once = SizeRun.time_once
+
+    def noted(run: SizeRun, *, split: bool) -> None:
+        timed.append(run.batch.num_samples)
+        time_once(run, split=split)
+
+    monkeypatch.setattr(SizeRun, "time_once", noted)
+    measure_sections(request_for(Tagger(), text(2), micro_batch_sizes=(1, 4), again=0.0))
+    assert timed == sorted(timed)
+    timed.clear()
+    measure_sections(request_for(Tagger(), text(2), micro_batch_sizes=(1, 4), again=3.0))
+    assert timed[-4:] == [1, 4, 1, 4]
 
 
 def test_bytes_of_a_block_are_those_that_its_backward_needs(measured: list[KindCosts]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -28,13 +28,11 @@ from varuna.run.fingerprint import kinds_of
 from varuna.run.measure_pass import (
     Batch,
     Chain,
-    SectionBytes,
     SectionTimes,
-    split_pass,
     timed_pass,
-    timed_recompute,
     weighed_pass,
 )
+from varuna.run.measure_size import Samples, SizeRun, costs_of
 from varuna.run.partitions import Partitions
 from varuna.run.precision import AutocastSpec
 from varuna.run.startup import is_on_meta
@@ -57,12 +55,11 @@ a single measurement may have been disturbed."""
 _MEMORY_SHARE = 0.6
 """Of the memory that is free, how much a measurement may take."""
 
+AGAIN = 3.0
+"""Where nobody waits for a first step (``varuna profile``): for how many times as long all sizes are timed
+again, in turn, so that seconds in which the machine was busy count for all alike, and for little."""
+
 _MOST_PASSES = 8
-
-_HELD_UP = 1.5
-"""A task that took so many times its median was held up by something that has nothing to do with it."""
-
-_SHORTEST_S = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +75,7 @@ class MeasureRequest:
         memory_bytes: free on the device, for this worker.
         share_index, num_shares: this worker among those that share the kinds of sections.
         budget_s: see ``BUDGET_S``.
+        again: see ``AGAIN``.
     """
 
     model: nn.Module
@@ -93,6 +91,7 @@ class MeasureRequest:
     share_index: int = 0
     num_shares: int = 1
     budget_s: float = BUDGET_S
+    again: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +100,6 @@ class KindCosts:
 
     kind: int
     costs: tuple[TaskCosts, ...]
-
-
-@dataclass(kw_only=True)
-class _Samples:
-    """What was measured of one kind at one micro-batch size, all its sections together."""
-
-    times: list[SectionTimes] = field(default_factory=list)
-    sizes: list[SectionBytes] = field(default_factory=list)
 
 
 def measure_sections(request: MeasureRequest) -> list[KindCosts]:
@@ -123,7 +114,7 @@ def measure_sections(request: MeasureRequest) -> list[KindCosts]:
         if request.device.type != "cpu":
             request.model.to(request.device)
         with undisturbed(request.model, request.device):
-            found = _measure(request, range(len(kinds)), kinds, request.budget_s)
+            found = _measure(request, range(len(kinds)), kinds, share=1.0)
         return found
     first_of = {kind: kinds.index(kind) for kind in sorted(set(kinds))}
     mine = [kind for kind in first_of if kind % request.num_shares == request.share_index % len(first_of)]
@@ -134,7 +125,7 @@ def measure_sections(request: MeasureRequest) -> list[KindCosts]:
             placed(request.model, section, request.device, request.seed, request.init_weights),
             undisturbed(request.model, request.device),
         ):
-            found += _measure(request, [first_of[kind]], kinds, request.budget_s / len(mine))
+            found += _measure(request, [first_of[kind]], kinds, share=1 / len(mine))
     return found
 
 
@@ -154,22 +145,25 @@ def _fits_whole(request: MeasureRequest, reference: Partition) -> bool:
 
 
 def _measure(
-    request: MeasureRequest, indices: Sequence[int], kinds: Sequence[int], budget_s: float
+    request: MeasureRequest, indices: Sequence[int], kinds: Sequence[int], *, share: float
 ) -> list[KindCosts]:
-    """Sections ``indices`` (neighbours) at every micro-batch size that is worth it."""
-    budget = _Budget(budget_s, time.process_time if request.device.type == "cpu" else time.monotonic)
-    found: dict[int, dict[int, _Samples]] = {}
+    """Sections ``indices`` (neighbours) at every micro-batch size that is worth it, in a share of the time."""
+    clock = time.process_time if request.device.type == "cpu" else time.monotonic
+    budget = _Budget(share * request.budget_s, clock)
+    started_s = time.monotonic()
+    runs: dict[int, SizeRun] = {}
     limit_bytes = _MEMORY_SHARE * request.memory_bytes
     for size in _sizes(request):
+        found = {known: run.samples for known, run in runs.items()}
         if not request.micro_batch_sizes and not _is_worthwhile(found, size, budget, limit_bytes):
             break
         try:
-            found[size] = _measure_size(request, indices, kinds, size, budget)
+            runs[size] = _run_of(request, indices, kinds, size, budget)
         except VarunaError:
             raise
         except Exception as error:
             drop_gradients(list(request.model.parameters()))
-            if found and _is_out_of_memory(error):
+            if runs and _is_out_of_memory(error):
                 break
             if size == 1 and request.batch_size > 1:  # one sample alone is too few for batch normalisation
                 continue
@@ -177,10 +171,46 @@ def _measure(
                 f"{type(error).__name__} while sections {indices[0]} to {indices[-1]} were measured with "
                 f"micro-batches of {size}: {error}"
             ) from error
+    now_s = time.monotonic()
+    end_s = now_s + request.again * (now_s - started_s)
+    while runs and time.monotonic() < end_s:
+        for run in runs.values():
+            run.time_once(split=True)
     present = sorted({kinds[index] for index in indices})
     return [
-        KindCosts(kind=kind, costs=tuple(_costs(size, found[size][kind]) for size in found)) for kind in present
+        KindCosts(kind=kind, costs=tuple(costs_of(size, runs[size].samples[kind]) for size in runs))
+        for kind in present
     ]
+
+
+def _run_of(
+    request: MeasureRequest, indices: Sequence[int], kinds: Sequence[int], size: int, budget: _Budget
+) -> SizeRun:
+    """One micro-batch size, weighed, and timed a few times."""
+    chain = Chain(
+        partition=request.partitions.get(None, size, training=True),
+        first_section=indices[0],
+        end_section=indices[-1] + 1,
+        autocast=request.autocast,
+        seed=request.seed,
+        device=request.device,
+    )
+    batch = _batch(request, chain.sections[0], size)
+    started_s = budget.clock()
+    if budget.num_sizes == 0:  # libraries start up, gradients come to be
+        timed_pass(chain, batch, [SectionTimes() for _ in indices])
+    run = SizeRun(
+        chain=chain,
+        batch=batch,
+        kinds=[kinds[index] for index in indices],
+        sizes=weighed_pass(chain, batch),
+        times=[SectionTimes() for _ in indices],
+    )
+    budget.begin_size()
+    while budget.wants_pass(run.num_passes):
+        run.time_once(split=budget.wants_split(run.num_passes + 1))
+    budget.end_size(budget.clock() - started_s)
+    return run
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -196,47 +226,6 @@ def _sizes(request: MeasureRequest) -> Iterator[int]:
     while size <= request.batch_size:
         yield size
         size *= 2
-
-
-def _measure_size(
-    request: MeasureRequest, indices: Sequence[int], kinds: Sequence[int], size: int, budget: _Budget
-) -> dict[int, _Samples]:
-    chain = Chain(
-        partition=request.partitions.get(None, size, training=True),
-        first_section=indices[0],
-        end_section=indices[-1] + 1,
-        autocast=request.autocast,
-        seed=request.seed,
-        device=request.device,
-    )
-    batch = _batch(request, chain.sections[0], size)
-    started_s = budget.clock()
-    if budget.num_sizes == 0:  # libraries start up, gradients come to be
-        timed_pass(chain, batch, [SectionTimes() for _ in indices])
-    sizes = weighed_pass(chain, batch)
-    times = [SectionTimes() for _ in indices]
-    split = _first_of_each([kinds[index] for index in indices])
-    changes_buffers = any(section.mutated_buffers for section in chain.sections)
-    budget.begin_size()
-    while budget.wants_pass(len(times[0].forward_s)):
-        timed_pass(chain, batch, times)
-        if changes_buffers:
-            timed_recompute(chain, batch, times)
-        if budget.wants_split(len(times[0].forward_s)):
-            for index, kept in split_pass(chain, batch, split, times).items():
-                sizes[index].weight_bytes = kept
-    budget.end_size(budget.clock() - started_s)
-    found: dict[int, _Samples] = {}
-    for index, taken, held in zip(indices, times, sizes, strict=True):
-        samples = found.setdefault(kinds[index], _Samples())
-        samples.times.append(taken)
-        samples.sizes.append(held)
-    return found
-
-
-def _first_of_each(kinds: Sequence[int]) -> list[int]:
-    """Positions of the first section of each kind: those whose backward is timed in two parts too."""
-    return [kinds.index(kind) for kind in sorted(set(kinds))]
 
 
 def _batch(request: MeasureRequest, first: Section, size: int) -> Batch:
@@ -308,7 +297,7 @@ class _Budget:
 
 
 def _is_worthwhile(
-    found: Mapping[int, Mapping[int, _Samples]], size: int, budget: _Budget, limit_bytes: float
+    found: Mapping[int, Mapping[int, Samples]], size: int, budget: _Budget, limit_bytes: float
 ) -> bool:
     """Whether ``size`` is to be measured after those that were."""
     if not found:
@@ -325,52 +314,14 @@ def _is_worthwhile(
     return any(after < before * (1 - _LEAST_GAIN) for before, after in pairwise(each_s))
 
 
-def _kept_bytes(samples: Mapping[int, _Samples]) -> int:
+def _kept_bytes(samples: Mapping[int, Samples]) -> int:
     sizes = [size for kind in samples.values() for size in kind.sizes]
     return sum(size.activation_bytes for size in sizes) + max(size.workspace_bytes for size in sizes)
 
 
-def _seconds(samples: Mapping[int, _Samples]) -> float:
+def _seconds(samples: Mapping[int, Samples]) -> float:
     return sum(
         statistics.median(times.forward_s) + statistics.median(times.backward_s)
         for kind in samples.values()
         for times in kind.times
     )
-
-
-def _costs(size: int, samples: _Samples) -> TaskCosts:
-    forward_s = _typical(samples.times, lambda times: times.forward_s)
-    recompute = [times for times in samples.times if times.recompute_s]
-    shares = [share for times in samples.times for share in times.weight_share]
-    backward_s = _typical(samples.times, lambda times: times.backward_s)
-    share = statistics.median(shares) if shares else 0.0
-    return TaskCosts(
-        micro_batch_size=size,
-        forward_s=forward_s,
-        recompute_s=_typical(recompute, lambda times: times.recompute_s) if recompute else forward_s,
-        backward_s=backward_s,
-        weight_s=backward_s * share,
-        split_s=backward_s * _excess(samples.times),
-        activation_bytes=max(held.activation_bytes for held in samples.sizes),
-        weight_bytes=max(held.weight_bytes for held in samples.sizes),
-        workspace_bytes=round(statistics.median(held.workspace_bytes for held in samples.sizes)),
-        output_bytes=max(held.output_bytes for held in samples.sizes),
-        gradient_bytes=max(held.gradient_bytes for held in samples.sizes),
-    )
-
-
-def _excess(times: Sequence[SectionTimes]) -> float:
-    """By which share a split backward takes longer than a whole one of the same section."""
-    ratios = [
-        statistics.median(one.split_s) / max(_SHORTEST_S, statistics.median(one.backward_s))
-        for one in times
-        if one.split_s
-    ]
-    return max(0.0, statistics.median(ratios) - 1) if ratios else 0.0
-
-
-def _typical(times: Sequence[SectionTimes], part: Callable[[SectionTimes], list[float]]) -> float:
-    """What a step's many tasks take on average: the mean, without the few that something else held up."""
-    seconds = [second for one in times for second in part(one)]
-    limit_s = _HELD_UP * statistics.median(seconds)
-    return max(_SHORTEST_S, statistics.fmean(second for second in seconds if second <= limit_s))

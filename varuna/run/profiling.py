@@ -34,7 +34,7 @@ from varuna.run.fingerprint import kinds_of, shapes_digest
 from varuna.run.job import JobSpec
 from varuna.run.join_profile import JoinedLinks, join_costs, ties_of
 from varuna.run.links import LinkMeasures, measure_links
-from varuna.run.measure import MEASURED_AS, KindCosts, MeasureRequest, measure_sections
+from varuna.run.measure import AGAIN, MEASURED_AS, KindCosts, MeasureRequest, measure_sections
 from varuna.run.measure_update import UpdateMeasure, gradient_bytes, options_text
 from varuna.run.memory import resident_bytes
 from varuna.run.overhead import task_overhead_s
@@ -323,6 +323,7 @@ def _measure(request: ProfileRequest, order: _Order) -> _Part:
             memory_bytes=place.memory_bytes - place.runtime_bytes,
             share_index=world.rank,
             num_shares=world.size,
+            again=AGAIN if request.is_fresh else 0.0,
         )
     )
     machines = [found.machine for found in order.places]
