@@ -248,6 +248,24 @@ def test_buffers_follow_the_plain_step(num_samples: int) -> None:
     assert (last["count"].kind, last["count"].decay, last["average"].kind) == ("affine", 1.0, "mean")
 
 
+def test_statistics_of_a_layer_used_twice_decay_twice() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.cut, self.out = nn.BatchNorm1d(4, momentum=0.3), CutPoint(), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.cut(self.norm(self.norm(x).square()))).square().mean()
+
+    divided = partition(Shared(), {"x": torch.randn(4, 4)})
+    rules = divided.sections[0].mutated_buffers
+    assert {name: (rule.kind, round(rule.decay, 9)) for name, rule in rules.items()} == {
+        "norm.running_mean": ("affine", 0.49),
+        "norm.running_var": ("affine", 0.49),
+        "norm.num_batches_tracked": ("affine", 1.0),
+    }
+
+
 def test_preserved_buffers_stay_and_outputs_are_equal() -> None:
     model = Normed()
     divided = partition(model, {"x": torch.randn(2, 2, 5)})

@@ -50,6 +50,17 @@ class Times(nn.Module):
         return self.function(x, self.weight, self.bias)
 
 
+class RowBias(nn.Module):
+    """A linear layer whose bias is another one for each of three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +158,7 @@ OPERATORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] 
     "linear_3d": (lambda: nn.Linear(6, 5), DEEP, BOTH),
     "linear_1d": (lambda: Times(lambda x, w, b: F.linear(x.sum(0), w), 5, 6), ROWS, {"body.weight"}),
     "linear_without_bias": (lambda: nn.Linear(6, 5, bias=False), DEEP, {"body.weight"}),
+    "linear_row_bias": (RowBias, DEEP, BOTH),
     "addmm": (lambda: Times(lambda x, w, b: torch.addmm(b, x, w), 6, 5), ROWS, BOTH),
     "addmm_scaled": (lambda: Times(lambda x, w, b: torch.addmm(b, x, w, alpha=2), 6, 5), ROWS, set()),
     "addmm_full_bias": (lambda: Times(lambda x, w, b: torch.addmm(b[None], x, w), 6, 5), ROWS, BOTH),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import fx, nn
 
@@ -24,8 +27,7 @@ def buffer_rules(flow: Flow, model: nn.Module, members: Members) -> dict[str, Bu
     for slot_name, node in members.buffers.items():
         writers = flow.memory[node].writers
         if writers:
-            found = {_rule(flow, writer, node) for writer in writers}
-            rules[slot_name] = found.pop() if len(found) == 1 else BufferRule(kind="mean")
+            rules[slot_name] = _together([_rule(flow, writer, node) for writer in writers])
     if flow.captured.training:
         canonical = canonical_names(model)
         for path in members.leaves:
@@ -37,6 +39,13 @@ def buffer_rules(flow: Flow, model: nn.Module, members: Members) -> dict[str, Bu
 def writes_statistics_only(flow: Flow, node: fx.Node) -> bool:
     """Whether all that changes a buffer is an operator whose backward does not look at the changed values."""
     return all(writer.target in _STATISTICS for writer in flow.memory[node].writers)
+
+
+def _together(rules: Sequence[BufferRule]) -> BufferRule:
+    """Of several changes in one forward, such as of a normalisation that is used twice."""
+    if any(rule.kind != "affine" for rule in rules):
+        return BufferRule(kind="mean")
+    return BufferRule(kind="affine", decay=math.prod(rule.decay for rule in rules))
 
 
 def _rule(flow: Flow, writer: fx.Node, buffer: fx.Node) -> BufferRule:

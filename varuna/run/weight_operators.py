@@ -83,7 +83,7 @@ class _Product:
         return left.t() @ right if total is None else total.addmm_(left.t(), right)
 
     def bias_gradient(self, gradient: Tensor, bias: Tensor) -> Tensor:
-        return gradient.reshape(-1, gradient.shape[-1]).sum_to_size(bias.shape)
+        return gradient.sum_to_size(bias.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
