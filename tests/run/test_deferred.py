@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.run.scaled import Scaled
 from varuna.partition import Partition, Section, partition
 from varuna.run.deferred import PendingWeights
 from varuna.run.precision import AutocastSpec
@@ -22,19 +23,6 @@ from varuna.run.weight_calls import tapped
 
 CPU = torch.device("cpu")
 NO_AUTOCAST = AutocastSpec(device_type="cpu")
-
-
-class Scaled(nn.Module):
-    """``body`` between a scale, whose gradient needs that of the body's input, and a loss."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(x * self.scale if x.is_floating_point() else x)
-        return out.sin().square().mean()
 
 
 class Times(nn.Module):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.run.scaled import Scaled
 from varuna.partition import Section, partition
 from varuna.run.inplace import InPlaceWeights
 from varuna.run.precision import AutocastSpec
@@ -18,18 +19,6 @@ CPU = torch.device("cpu")
 WIDTH = 512
 NUM_TOKENS = 520
 LARGE = "body.layer.weight"
-
-
-class Scaled(nn.Module):
-    """``body`` between a scale, whose gradient needs that of the body's input, and a loss."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x * self.scale if x.is_floating_point() else x).sin().square().mean()
 
 
 class Holds(nn.Module):
