@@ -119,7 +119,7 @@ def main() -> None:
                 ]
             )
     header = ["schedule", "varuna s", "torch s", "ratio", "target"]
-    notes = f"Medians of {options.repeats} steps in turn."
+    notes = f"Medians of {options.repeats} steps in turn; the ratio is the median over neighbouring steps."
     report.report(
         "Two stages against torch.distributed.pipelining", report.table(header, rows), options.log, notes
     )

@@ -85,7 +85,10 @@ def main() -> None:
         ["varuna", statistics.median(seconds["varuna"]), ratio, TARGET],
     ]
     text = report.table(["engine", "step s", "ratio", "target"], rows)
-    notes = f"Medians of {options.repeats} steps in turn. Largest difference of the losses: {apart:.1e}."
+    notes = (
+        f"Medians of {options.repeats} steps in turn; the ratio is the median over neighbouring steps. Largest "
+        f"difference of the losses: {apart:.1e}."
+    )
     report.report("One worker against the plain loop", text, options.log, notes)
 
 

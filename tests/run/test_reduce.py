@@ -299,6 +299,34 @@ def test_parameters_may_be_unfrozen_between_steps() -> None:
 # --- the norm ---------------------------------------------------------------------------------
 
 
+def freezes_beside_a_tie(context: Context) -> list[Any]:
+    """Workers 0 and 1 freeze what they alone hold; worker 2 shares another parameter with them."""
+    groups = context.groups()
+    holders = {"own": (0, 1), "tied": (0, 1, 2)}
+    held = {name: nn.Parameter(torch.ones(2)) for name in holders if context.rank in holders[name]}
+    reducer = GradientReducer(held, holders, groups)
+    found = []
+    for is_trained in (True, False, True):
+        if "own" in held:
+            held["own"].requires_grad_(is_trained)
+        reducer.begin_step()
+        reducer.begin_final_backward()
+        sum(parameter.sum() for parameter in held.values()).backward()
+        reducer.finish()
+        found.append({name: None if p.grad is None else p.grad.tolist() for name, p in held.items()})
+        reducer.drop_gradients()
+    groups.close()
+    return found
+
+
+def test_only_holders_of_what_was_frozen_compare() -> None:
+    """The others' own list is as it was: they do not come to compare anything."""
+    tied = [3.0, 3.0]
+    first, second, third = run_workers(3, freezes_beside_a_tie)
+    assert first == second == [{"own": own, "tied": tied} for own in ([2.0, 2.0], None, [2.0, 2.0])]
+    assert third == [{"tied": tied}] * 3
+
+
 def norms(context: Context) -> list[float]:
     parameters = parameters_of(context.rank, torch.float64)
     groups = context.groups()

@@ -86,6 +86,7 @@ class GradientReducer:
         self._trainable: tuple[str, ...] | None = None
         self._queues: dict[tuple[int, ...], _Queue] = {}
         self._bucket_of: dict[str, _Bucket] = {}
+        self._agreed: dict[tuple[int, ...], bytes] = {}
         self._additions: dict[str, int] = {}
         self._usual_additions: dict[str, int] | None = None
         self._handles: list[RemovableHandle] = []
@@ -217,10 +218,17 @@ class GradientReducer:
         self._compare_buckets()
 
     def _compare_buckets(self) -> None:
-        """Fail on every holder, before gloo would abort the process, if holders planned different buckets."""
+        """Fail on every holder, before gloo would abort the process, if holders planned different buckets.
+
+        Only holders of what has changed meet: others, who share other parameters with them, know of nothing.
+        """
+        agreed, self._agreed = self._agreed, {}
         for holders in sorted(self._queues):
             plan = [(bucket.spec.names, bucket.spec.num_elements) for bucket in self._queues[holders].buckets]
             digest = hashlib.blake2b(repr(plan).encode(), digest_size=16).digest()
+            self._agreed[holders] = digest
+            if agreed.get(holders) == digest:
+                continue
             digests = self._groups.of(holders).all_gather_bytes(digest)
             if len(set(digests)) > 1:
                 odd = [rank for rank, other in zip(holders, digests, strict=True) if other != digest]
