@@ -134,7 +134,6 @@ class _Shared:
         # Neighbours have the same dtype: numbers are converted a run at a time.
         self._buffers = dict(sorted(buffers.items(), key=lambda item: str(item[1].dtype)))
         self.names = list(self._buffers)
-
         sizes = [buffer.numel() for buffer in self._buffers.values()]
         device = next(iter(self._buffers.values())).device
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 from varuna.partition import InputSignature, Partition, Section
@@ -34,7 +33,6 @@ class StageSections:
         self.split = split
         self._training = training
         self._partition_for = partition_for
-        self._tapped: weakref.WeakKeyDictionary[Partition, Sequence[Section]] = weakref.WeakKeyDictionary()
 
     def partition(self, signature: InputSignature | None, num_samples: int) -> Partition:
         """The whole partition for a signature."""
@@ -46,6 +44,4 @@ class StageSections:
         sections = partition.sections[self.first_section : self.end_section]
         if not self._training:
             return sections
-        if partition not in self._tapped:
-            self._tapped[partition] = tuple(tapped(section) for section in sections)
-        return self._tapped[partition]
+        return [tapped(section) for section in sections]

@@ -228,17 +228,18 @@ def _runs_modules(section: Section) -> bool:
 
 
 def tapped(section: Section) -> Section:
-    """The section, its graph calling the operators through the sink that collects, if any."""
+    """The section, its graph calling the operators through the sink that collects, if any; made once."""
     program = section.program
     if _runs_modules(section) or not isinstance(program, GraphProgram):
         return section
-    module = _tapped_modules.get(program.module)
-    if module is None:
-        module = _tapped_modules[program.module] = _with_tapped_calls(program.module)
-    return replace(section, program=replace(program, module=module))
+    found = _tapped.get(section)
+    if found is None:
+        module = _with_tapped_calls(program.module)
+        found = _tapped[section] = replace(section, program=replace(program, module=module))
+    return found
 
 
-_tapped_modules: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+_tapped: WeakKeyDictionary[Section, Section] = WeakKeyDictionary()
 
 
 def _with_tapped_calls(module: fx.GraphModule) -> fx.GraphModule:
