@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.run.processes import Context, run_workers
-from varuna.errors import OptimizerError, ProtocolError, RunError
+from varuna.errors import OptimizerError, PeerLost, ProtocolError, RunError
 from varuna.run.buckets import BucketSpec, GradientSpec, plan_buckets
+from varuna.run.parameters import ParameterHolding
 from varuna.run.reduce import GradientReducer
 
 
@@ -294,6 +295,32 @@ def unfreezes(context: Context) -> list[Any]:
 
 def test_parameters_may_be_unfrozen_between_steps() -> None:
     assert run_workers(2, unfreezes) == [[[[2.0, 2.0], None], [[2.0, 2.0], [2.0, 2.0]]]] * 2
+
+
+def is_lost_in_backward(context: Context) -> None:
+    """The groups are gone when the last backward begins to reduce."""
+    groups = context.groups()
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    held = dict(model.named_parameters())
+    reducer = GradientReducer(held, {name: (0, 1) for name in held}, groups, bucket_bytes=1)
+    for is_last in (False, True):
+        reducer.begin_step()
+        output = model(torch.ones(2, 3))
+        reducer.begin_final_backward()
+        if is_last:
+            groups.close(in_order=False)
+        output.sum().backward()
+        if not is_last:
+            reducer.finish()
+    with pytest.raises(PeerLost):
+        reducer.finish()
+    reducer.cancel()
+    del output
+    ParameterHolding(model).release(held)
+
+
+def test_a_worker_lost_in_backward_leaves_parameters_free() -> None:
+    run_workers(2, is_lost_in_backward)
 
 
 # --- the norm ---------------------------------------------------------------------------------

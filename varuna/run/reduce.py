@@ -10,6 +10,9 @@ after backward and counts how often each parameter's gradient is added to in one
 nested backwards); later steps wait for that count. Where backward is split, the last micro-batch's weight
 gradients are the last task: all else has been added by then, and it foretells its own additions.
 
+Why no hook raises: autograd keeps what a backward that fails has not come to, parameters included, until the
+next one in the same thread; they could not be handed over before that. ``finish`` raises what came up.
+
 Memory: a bucket takes the place of its gradients, which are freed when copied; after the sum the gradients are
 views of it. A parameter with one holder is not touched.
 """
@@ -25,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from varuna.errors import OptimizerError, ProtocolError, RunError
+from varuna.errors import OptimizerError, ProtocolError, RunError, VarunaError
 from varuna.run.buckets import BucketSpec, GradientSpec, plan_buckets
 from varuna.run.groups import Groups, Pending
 
@@ -90,7 +93,7 @@ class GradientReducer:
         self._additions: dict[str, int] = {}
         self._usual_additions: dict[str, int] | None = None
         self._handles: list[RemovableHandle] = []
-        self._late: str | None = None
+        self._failure: VarunaError | None = None  # of a hook
         self._is_foretold = False
         self.num_reductions = 0
         """All-reduces launched since construction."""
@@ -148,13 +151,9 @@ class GradientReducer:
             self._refresh()
         self._remove_hooks()
         _refuse_sparse(self._parameters.items())
-        if self._late is not None:
-            late, self._late = self._late, None
-            raise RunError(
-                f"The gradient of {late!r} was added to more often than in the steps before, after its "
-                f"reduction had begun. Construct the reducer with overlap=False for a model with nested "
-                f"backward passes."
-            )
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         for queue in self._queues.values():
             while queue.next_index < len(queue.buckets):
                 self._launch(queue)
@@ -192,7 +191,7 @@ class GradientReducer:
     def cancel(self) -> None:
         """Give the step up: hooks removed, buckets and gradients dropped. The groups must not be used again."""
         self._remove_hooks()
-        self._late = None
+        self._failure = None
         for queue in self._queues.values():
             queue.next_index = 0
             for bucket in queue.buckets:
@@ -245,11 +244,16 @@ class GradientReducer:
 
         def on_gradient(_parameter: torch.Tensor) -> None:
             self._additions[name] += 1
+            if self._failure is not None:
+                return
             if bucket.flat is not None:
-                self._late = name
+                self._failure = _late(name)
             elif self._additions[name] == expected:
                 bucket.missing -= 1
-                self._launch_complete(queue)
+                try:
+                    self._launch_complete(queue)
+                except VarunaError as error:
+                    self._failure = error
 
         return on_gradient
 
@@ -284,6 +288,13 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _late(name: str) -> RunError:
+    return RunError(
+        f"The gradient of {name!r} was added to more often than in the steps before, after its reduction had "
+        f"begun. Construct the reducer with overlap=False for a model with nested backward passes."
+    )
 
 
 def _refuse_sparse(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
