@@ -107,6 +107,18 @@ def test_a_layout_survives_the_environment(layout: LayoutConfig) -> None:
     assert LayoutConfig.from_env(layout.to_env()) == layout
 
 
+def test_flags_go_before_the_scripts_own_layout() -> None:
+    script = LayoutConfig(num_stages=1, micro_batch_size=4, recompute=True)
+    assert LayoutConfig().over(None) == LayoutConfig()
+    assert LayoutConfig().over(script) == script
+    flags = LayoutConfig(num_stages=2, schedule="gpipe", recompute=False, check=False)
+    assert flags.over(script) == LayoutConfig(
+        num_stages=2, micro_batch_size=4, schedule="gpipe", recompute=False, check=False
+    )
+    with pytest.raises(ConfigError, match="2 recompute flags for 3 stages"):
+        LayoutConfig(num_stages=3).over(LayoutConfig(recompute=(True, False)))
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [

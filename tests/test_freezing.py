@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 import varuna
 from tests.cases.jobs import run_workers
+from tests.run.processes import WorkersFailed
 
 
 class Model(nn.Module):
@@ -52,18 +56,22 @@ def plain() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def body() -> dict[str, Tensor]:
-    model = build()
-    change(model, 0)
-    job = varuna.Varuna(
+def job_of(model: Model, num_stages: int) -> varuna.Varuna:
+    return varuna.Varuna(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         samples(),
         batch_size=8,
         progress=False,
         device="cpu",
-        layout=varuna.Layout(num_stages=2, micro_batch_size=2),
+        layout=varuna.Layout(num_stages=num_stages, micro_batch_size=2),
     )
+
+
+def body() -> dict[str, Tensor]:
+    model = build()
+    change(model, 0)
+    job = job_of(model, num_stages=2)
     for step in job.train(4):
         change(model, step.index + 1)
     return job.full_state_dict()
@@ -75,3 +83,19 @@ def test_freezing_and_modes_are_followed() -> None:
         found = run_workers(num_workers, body)[0]
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=f"{name}, {num_workers}")
+
+
+def freezes_alone(names: Sequence[str]) -> None:
+    model = build()
+    job = job_of(model, num_stages=1)
+    for step in job.train(3):
+        if job.rank == 1 and step.index == 1:
+            for name in names:
+                model.get_parameter(name).requires_grad_(False)
+
+
+@pytest.mark.parametrize("names", [("last.bias",), tuple(name for name, _ in build().named_parameters())])
+def test_what_is_frozen_on_one_worker_only_ends_the_job(names: Sequence[str]) -> None:
+    """Also if it is all that it shares with the others: these would wait for its gradients for ever."""
+    with pytest.raises(WorkersFailed, match="requires_grad must be the same on every worker"):
+        run_workers(2, freezes_alone, names)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from varuna.errors import ConfigError
+
+_T = TypeVar("_T")
 
 SCHEDULE_NAMES = ("varuna", "1f1b", "gpipe", "zero-bubble")
 """Schedules that a user can name; ``varuna.plan`` implements each."""
@@ -129,6 +131,23 @@ class LayoutConfig:
                 f"{len(self.recompute)} recompute flags for {self.num_stages} stages. Give one flag for all "
                 f"stages or one per stage."
             )
+
+    def over(self, other: LayoutConfig | None) -> LayoutConfig:
+        """What is fixed here, and where nothing is, what ``other`` fixes: flags over the script's own layout.
+
+        Raises:
+            ConfigError: the two do not go together.
+        """
+        if other is None:
+            return self
+
+        return LayoutConfig(
+            num_stages=_first(self.num_stages, other.num_stages),
+            micro_batch_size=_first(self.micro_batch_size, other.micro_batch_size),
+            schedule=_first(self.schedule, other.schedule),
+            recompute=other.recompute if self.recompute is None else self.recompute,
+            check=self.check and other.check,
+        )
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> LayoutConfig:
@@ -258,6 +277,10 @@ class ProfileConfig:
         if self.micro_batch_sizes:
             environ["VARUNA_PROFILE_SIZES"] = ",".join(map(str, self.micro_batch_sizes))
         return environ
+
+
+def _first(value: _T | None, other: _T | None) -> _T | None:
+    return other if value is None else value
 
 
 def read_sizes(name: str, text: str) -> tuple[int, ...]:

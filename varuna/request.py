@@ -85,7 +85,7 @@ def start_request(
     config = WorldConfig.from_env(environ)
     place = pick_device(config, device)
     check_layout(layout)
-    layout = layout or LayoutConfig.from_env(environ)
+    layout = LayoutConfig.from_env(environ).over(layout)
     number_format = Precision.parse(precision)
     autocast = AutocastSpec.of(number_format, place)
     module = as_module(model)

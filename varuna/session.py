@@ -69,8 +69,9 @@ class Varuna:
         num_data_workers: processes that load data; 0 loads in line; None: a thread, or a process for random
             data.
         init_weights: ``init_weights(module)`` for models built on the meta device.
-        layout: stages, micro-batch size, schedule, recompute; None reads what ``varuna run`` was given.
-        checkpoint: where checkpoints go, how often, and which one to begin from; likewise.
+        layout: stages, micro-batch size, schedule, recompute; what ``varuna run`` is given goes before it.
+        checkpoint: where checkpoints go, how often, and which one to begin from; ``varuna run --checkpoint``
+            takes its place.
         check: compare one split step with one unsplit step at start.
         device: where to compute; by default this local rank's GPU, else the CPU.
         progress: print plan and progress on worker 0; or a function that is given every event.
@@ -125,7 +126,7 @@ class Varuna:
             device=device,
             step_index=lambda: self.step_index,
         )
-        self._checkpoint = checkpoint or CheckpointConfig.from_env(os.environ)
+        self._checkpoint = CheckpointConfig.from_env(os.environ) or checkpoint
         self._publish = Publisher(_listener(progress), lambda: self.rank == 0).publish
         self._control: JobControl | None = ManagedControl.from_env(os.environ)
         self._calls = CallLog()

@@ -90,12 +90,14 @@ class Warm:
         *arguments: str,
         workers: int = 4,
         stages: int = 2,
+        micro_batch_size: int = 1,
         cache_dir: Path | None = None,
         morphs: bool = False,
         environ: Mapping[str, str] | None = None,
     ) -> Job:
-        """`varuna run` of a script of ``scripts/``, micro-batches of 1 sample."""
-        flags = ["--workers", str(workers), "--stages", str(stages), "--micro-batch-size", "1"]
+        """`varuna run` of a script of ``scripts/``."""
+        flags = ["--workers", str(workers), "--stages", str(stages)]
+        flags += ["--micro-batch-size", str(micro_batch_size)]
         flags.append("--morph" if morphs else "--no-morph")
         where = ["--log-dir", str(directory / "logs")]
         variables = {**_cache(cache_dir), **(environ or {})}

@@ -79,6 +79,7 @@ class Run:
             *arguments,
             workers=workers,
             stages=stages,
+            micro_batch_size=TRAINING.micro_batch_size,
             cache_dir=cache_dir,
             morphs=True,
             # steps take milliseconds here: on a busy machine some worker would always be slow

@@ -297,12 +297,26 @@ def test_parameters_may_be_unfrozen_between_steps() -> None:
     assert run_workers(2, unfreezes) == [[[[2.0, 2.0], None], [[2.0, 2.0], [2.0, 2.0]]]] * 2
 
 
+def freezes_all(context: Context) -> None:
+    """One worker has nothing to reduce, by its own account."""
+    groups = context.groups()
+    held = {"a": nn.Parameter(torch.ones(2), requires_grad=context.rank != 0)}
+    reducer = GradientReducer(held, {"a": (0, 1)}, groups)
+    with pytest.raises(ProtocolError, match="requires_grad"):
+        reducer.begin_step()
+    groups.close()
+
+
+def test_a_worker_that_froze_all_it_shares_is_told() -> None:
+    run_workers(2, freezes_all)
+
+
 def is_lost_in_backward(context: Context) -> None:
     """The groups are gone when the last backward begins to reduce."""
     groups = context.groups()
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     held = dict(model.named_parameters())
-    reducer = GradientReducer(held, {name: (0, 1) for name in held}, groups, bucket_bytes=1)
+    reducer = GradientReducer(held, dict.fromkeys(held, (0, 1)), groups, bucket_bytes=1)
     for is_last in (False, True):
         reducer.begin_step()
         output = model(torch.ones(2, 3))
@@ -321,9 +335,6 @@ def is_lost_in_backward(context: Context) -> None:
 
 def test_a_worker_lost_in_backward_leaves_parameters_free() -> None:
     run_workers(2, is_lost_in_backward)
-
-
-# --- the norm ---------------------------------------------------------------------------------
 
 
 def freezes_beside_a_tie(context: Context) -> list[Any]:
@@ -352,6 +363,9 @@ def test_only_holders_of_what_was_frozen_compare() -> None:
     first, second, third = run_workers(3, freezes_beside_a_tie)
     assert first == second == [{"own": own, "tied": tied} for own in ([2.0, 2.0], None, [2.0, 2.0])]
     assert third == [{"tied": tied}] * 3
+
+
+# --- the norm ---------------------------------------------------------------------------------
 
 
 def norms(context: Context) -> list[float]:

@@ -55,27 +55,37 @@ class Calls:
         if self._is_alone:
             self._end.detach()
 
-    def announce(self, call: str) -> None:
-        """Tell that this worker makes this call now, without waiting for anybody."""
+    def announce(self, call: str, note: str = "") -> None:
+        """Tell that this worker makes this call now, and do not wait; ``note`` is for ``note_of``."""
         self._made[0] += 1
         if self._aborted:  # the store may not answer any more
             raise PeerLost(f"Did not come to {call}: {self._aborted}.")
         if not self._is_alone:
-            self._store.set(str(self._world.rank), f"{self._made[0]} {call}")
+            self._store.set(str(self._world.rank), f"{self._made[0]} {call}\n{note}")
 
-    def announce_step(self, step_index: int, goes_on: Callable[[], bool]) -> None:
+    def announce_step(self, step_index: int, goes_on: Callable[[], bool], note: str = "") -> None:
         """Tell that this worker makes this step now.
 
         Args:
             step_index: which.
             goes_on: asked if the store is gone: whether training goes on all the same.
+            note: for ``note_of``.
         """
         try:
-            self.announce(f"training step {step_index}")
+            self.announce(_step(step_index), note)
         except DistError:
             if not goes_on():
                 raise
             self.store_is_lost = True
+
+    def note_of(self, rank: int, step_index: int) -> str:
+        """What another worker has noted on this step, which is announced here; waits until it comes to it.
+
+        Raises:
+            ProtocolError, PeerLost: as ``meet``.
+        """
+        self._wait_for(rank, _step(step_index))
+        return self._told(rank)[1]
 
     def abort(self, reason: str) -> None:
         """End every wait of this generation's calls here, from any thread."""
@@ -169,8 +179,17 @@ class Calls:
     def _call_of(self, rank: int) -> tuple[int, str] | None:
         if not self._store.check([str(rank)]):
             return None
-        index, _, name = self._store.get(str(rank)).decode().partition(" ")
+        index, _, name = self._told(rank)[0].partition(" ")
         return int(index), name
+
+    def _told(self, rank: int) -> tuple[str, str]:
+        """Number and name of a worker's call, and its note."""
+        call, _, note = self._store.get(str(rank)).decode().partition("\n")
+        return call, note
+
+
+def _step(step_index: int) -> str:
+    return f"training step {step_index}"
 
 
 def _tell_end(store: Store, rank: int, made: list[int]) -> None:

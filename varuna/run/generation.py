@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -130,10 +131,11 @@ class Generation:
         ``goes_on`` is asked if the store is gone: whether the step is made without it.
         """
         self.job.at("step")
-        self.calls.announce_step(step_index, goes_on)
+        self.calls.announce_step(step_index, goes_on, "" if self._worker is None else self._worker.plan_step())
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
-            part = self._worker.run_step(step_index, gradient_scale)
+            told_by = None if self.calls.store_is_lost else partial(self.calls.note_of, step_index=step_index)
+            part = self._worker.run_step(step_index, gradient_scale, told_by)
         self.reduced_step = step_index
         self.job.at("commit")
         with self.job.spans.span(COMMIT):

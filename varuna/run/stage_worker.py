@@ -16,6 +16,7 @@ from varuna.partition import InputSignature
 from varuna.partition.signature import signature_of_flat
 from varuna.plan import stage_schedule
 from varuna.plan.spans import REDUCE
+from varuna.run.agreement import ToldBy
 from varuna.run.buffers import BufferSync
 from varuna.run.busy import BusyTime
 from varuna.run.channel import StageChannels
@@ -104,14 +105,21 @@ class StageWorker:
         if self._reads_data(training=True):
             self.loader.start()
 
-    def run_step(self, step_index: int, gradient_scale: float) -> CommitPart:
-        """This stage's share of a step, gradients and buffers reduced."""
+    def plan_step(self) -> str:
+        """What others are to be told before a step: which gradients are reduced here."""
+        return self._reducer.plan_step()
+
+    def run_step(self, step_index: int, gradient_scale: float, told_by: ToldBy | None) -> CommitPart:
+        """This stage's share of a step, gradients and buffers reduced.
+
+        ``told_by`` is what another worker's ``plan_step`` returned; None: it cannot be asked.
+        """
         self._step_index = step_index
         self._stage.begin_step(step_index, gradient_scale)
         self._busy.reset()
         self._read = []
         self.buffers.begin()
-        self._reducer.begin_step()
+        self._reducer.begin_step(told_by)
         spans = self._job.spans
         trace = run_stage(
             self._stage,
