@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from tests.cases import jobs as cases
 from tests.cases import models
@@ -41,6 +43,12 @@ TRAINING = Training(
 EXACT = 1e-12
 
 
+def switch_off(model: nn.Module) -> None:
+    """What a loop's body may do between steps."""
+    model.get_parameter("blocks.0.weight").requires_grad_(False)
+    model.get_submodule("drop").eval()
+
+
 def fault(
     what: What, worker: int, point: Point, step: int | None = None, count: int = 1, *, seconds: float = 0.0
 ) -> Fault:
@@ -68,6 +76,7 @@ class Run:
         self.script = FaultScript(directory / "faults", faults)
         self.ended: Ended | None = None
         self._num_faults = len(faults)
+        self._switches = "switches" in arguments
         self._cache_dir = cache_dir
         self._client: RunClient | None = None
         self._following: Following | None = None
@@ -195,7 +204,7 @@ class Run:
 
     def steps_are_exact(self, *, goes_back: bool = False) -> set[int]:
         """Every step that any worker saw is that of the undisturbed run; which these are."""
-        _, expected = undisturbed()
+        _, expected = undisturbed(self._switches)
         seen: set[int] = set()
         for path in self.directory.glob("steps-*.jsonl"):
             steps = self.steps(int(path.stem.removeprefix("steps-")))
@@ -209,7 +218,7 @@ class Run:
 
     def end_is_exact(self) -> None:
         """The final weights are those of the undisturbed run, and so is what each script has added up."""
-        expected_state, expected = undisturbed()
+        expected_state, expected = undisturbed(self._switches)
         for path in self.directory.glob("seen-*.json"):
             seen = json.loads(path.read_text())
             assert seen["num_steps"] == NUM_STEPS
@@ -237,7 +246,8 @@ def check_step(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @functools.cache
-def undisturbed() -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Final weights and steps."""
-    ran = cases.train(TRAINING, num_workers=1)
+def undisturbed(switches: bool = False) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Final weights and steps; ``switches``: after the first, ``switch_off``."""
+    training = dataclasses.replace(TRAINING, observe=switch_off) if switches else TRAINING
+    ran = cases.train(training, num_workers=1)
     return ran.state, ran.steps

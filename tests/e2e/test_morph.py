@@ -114,6 +114,20 @@ def test_workers_are_added(start: Start, cache: Path) -> None:
     run.is_exact()
 
 
+def test_newcomers_find_frozen_what_the_others_have_frozen(start: Start) -> None:
+    """Their script begins anew, and does not come to the step after which that was."""
+    run = start(workers=2, limit=8, arguments=["switches"])
+    run.steps_done(4)
+    run.client.add_workers(2)
+    run.event("ready")
+    run.event("ready")
+    run.limit(NUM_STEPS)
+    run.event("running", "4 of 4 workers")
+    run.ends_well()
+    assert len(run.steps(2)) > 20
+    run.is_exact()
+
+
 def test_down_to_one_and_back_to_four(start: Start) -> None:
     faults = [fault("kill", number, "forward", 6) for number in (0, 1, 3)]
     run = start(*faults, stages=1, limit=12)

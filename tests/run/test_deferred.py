@@ -368,7 +368,7 @@ def stages_of(whole: Partition, x: Tensor, split: bool, events: list[Any]) -> li
     return [
         ModelStage(
             sections=StageSections(borders[index], borders[index + 1], lambda *_: whole, split=split),
-            load=lambda k: StageInputs(signature=None, tensors={"0": x[k : k + 1]}, num_samples=1),
+            load=lambda k, _: StageInputs(signature=None, tensors={"0": x[k : k + 1]}, num_samples=1),
             is_first=index == 0,
             is_last=index == 1,
             training=True,

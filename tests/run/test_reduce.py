@@ -297,20 +297,6 @@ def test_parameters_may_be_unfrozen_between_steps() -> None:
     assert run_workers(2, unfreezes) == [[[[2.0, 2.0], None], [[2.0, 2.0], [2.0, 2.0]]]] * 2
 
 
-def freezes_all(context: Context) -> None:
-    """One worker has nothing to reduce, by its own account."""
-    groups = context.groups()
-    held = {"a": nn.Parameter(torch.ones(2), requires_grad=context.rank != 0)}
-    reducer = GradientReducer(held, {"a": (0, 1)}, groups)
-    with pytest.raises(ProtocolError, match="requires_grad"):
-        reducer.begin_step()
-    groups.close()
-
-
-def test_a_worker_that_froze_all_it_shares_is_told() -> None:
-    run_workers(2, freezes_all)
-
-
 def is_lost_in_backward(context: Context) -> None:
     """The groups are gone when the last backward begins to reduce."""
     groups = context.groups()

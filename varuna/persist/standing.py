@@ -24,6 +24,7 @@ from varuna.persist.registry import Registry
 from varuna.run.call_log import Call, CallLog
 from varuna.run.job import JobSpec
 from varuna.run.precision import LossScaler
+from varuna.run.switches import Switches, switch, switches_of
 
 _LENGTH_BYTES = 8
 
@@ -43,6 +44,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     calls: list[Call]
     resumed: list[Call]
     last_sequence: int
+    switches: Switches
 
 
 class Standing:
@@ -138,6 +140,7 @@ class Standing:
             calls=list(self.calls.calls),
             resumed=list(self.calls.resumed),
             last_sequence=self.last_sequence,
+            switches=switches_of(self._model),
         )
         text = msgspec.json.encode(told)
         tensors = {name: _copied(tensor) for name, tensor in encoded.tensors.tensors.items()}
@@ -152,6 +155,7 @@ class Standing:
         self.calls.take(told.calls)
         self.calls.resume(told.resumed)
         self.last_sequence = told.last_sequence
+        switch(self._model, told.switches)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -153,13 +153,14 @@ class MicroBatchLoader:
             self._reader.open(self._requests(self._next_step))
 
     def get(self, step_index: int, micro_batch_index: int) -> MicroBatch:
-        """The next micro-batch, which must be this one (k counts within the global batch).
+        """The next micro-batch, which must be this one (k counts within the global batch); at first, any.
 
         Raises:
             DataError: the dataset or the collate function raised, or the batch is unlike the first.
             PeerLost: it was closed; the generation has been ended by another thread.
         """
-        self.start()
+        if not self._reader.is_open:
+            self._reader.open(_from(micro_batch_index, self._requests(step_index)))
         return self._reader.take(step_index, micro_batch_index)
 
     def close(self) -> None:
@@ -213,8 +214,9 @@ class EvaluationLoader:
             self._reader.open(self._requests())
 
     def get(self, micro_batch_index: int) -> MicroBatch:
-        """The next micro-batch, which must be this one. Raises DataError as ``MicroBatchLoader.get`` does."""
-        self.start()
+        """The next micro-batch, which must be this one; at first, any. Raises as ``MicroBatchLoader.get``."""
+        if not self._reader.is_open:
+            self._reader.open(_from(micro_batch_index, self._requests()))
         return self._reader.take(0, micro_batch_index)
 
     def close(self) -> None:
@@ -226,6 +228,10 @@ class EvaluationLoader:
             first = k * self._micro_batch_size
             ids = range(first, min(first + self._micro_batch_size, self._length))
             yield FetchRequest(step_index=0, micro_batch_index=k, first_position=first, sample_ids=tuple(ids))
+
+
+def _from(micro_batch_index: int, requests: Iterator[FetchRequest]) -> Iterator[FetchRequest]:
+    return itertools.dropwhile(lambda request: request.micro_batch_index != micro_batch_index, requests)
 
 
 def evaluation_share(num_micro_batches: int, num_pipelines: int, pipeline_index: int) -> range:

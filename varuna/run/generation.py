@@ -27,6 +27,7 @@ from varuna.run.job import JobSpec
 from varuna.run.partitions import Partitions
 from varuna.run.reduce import GradientReducer
 from varuna.run.stage_worker import StageWorker
+from varuna.run.switches import SwitchAgreement
 from varuna.spec import PipelineSpec, Plan, StagePosition
 
 
@@ -89,6 +90,7 @@ class Generation:
         self._channels: StageChannels | None = None
         self._worker: StageWorker | None = None
         self._num_evaluations = 0
+        self._switches = SwitchAgreement(partitions.model, world.rank, world.size)
 
     def open(self, first_step: int) -> None:
         """Connect to the other workers of the plan and start loading data.
@@ -131,11 +133,12 @@ class Generation:
         ``goes_on`` is asked if the store is gone: whether the step is made without it.
         """
         self.job.at("step")
-        self.calls.announce_step(step_index, goes_on, "" if self._worker is None else self._worker.plan_step())
+        self.calls.announce_step(step_index, goes_on, self._switches.note())
+        if not self.calls.store_is_lost:
+            self._switches.check(partial(self.calls.note_of, step_index=step_index))
         part = CommitPart(generation=self.index, step_index=step_index)
         if self._worker is not None:
-            told_by = None if self.calls.store_is_lost else partial(self.calls.note_of, step_index=step_index)
-            part = self._worker.run_step(step_index, gradient_scale, told_by)
+            part = self._worker.run_step(step_index, gradient_scale)
         self.reduced_step = step_index
         self.job.at("commit")
         with self.job.spans.span(COMMIT):

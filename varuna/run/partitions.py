@@ -56,7 +56,7 @@ class Partitions:
     ) -> None:
         self.signature = signature
         self._device = device
-        self._model = model
+        self.model = model
         self._options = options
         self._parameters = tuple(model.parameters())
         self._modules = tuple(model.modules())
@@ -74,7 +74,7 @@ class Partitions:
     def unused_parameters(self) -> tuple[str, ...]:
         """Parameters that no section uses, in the model's order."""
         used = {name for section in self.reference.sections for name in section.parameters}
-        return tuple(name for name, _ in self._model.named_parameters() if name not in used)
+        return tuple(name for name, _ in self.model.named_parameters() if name not in used)
 
     def get(self, signature: InputSignature | None, num_samples: int, *, training: bool) -> Partition:
         """The partition for a signature; None stands for the job's first one.
@@ -107,7 +107,7 @@ class Partitions:
         options = self._options
         like = self.reference if self._known else None
         made = partition(
-            self._model,
+            self.model,
             example_batch(key.signature, num_samples, device="cpu"),
             training=key.training,
             autocast=options.autocast,

@@ -19,6 +19,7 @@ views of it. A parameter with one holder is not touched.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from varuna.errors import OptimizerError, RunError, VarunaError
-from varuna.run.agreement import Agreement, ToldBy
+from varuna.errors import OptimizerError, ProtocolError, RunError, VarunaError
 from varuna.run.buckets import BucketSpec, GradientSpec, plan_buckets
 from varuna.run.groups import Groups, Pending
 
@@ -66,9 +66,9 @@ class GradientReducer:
         bucket_bytes: size of a bucket.
         overlap: False launches everything after backward.
 
-    One step: ``plan_step()``, ``begin_step()``, any number of backwards, ``begin_final_backward()``, the last
-    micro-batch's backward (or, if it is split, its weight gradients), ``finish()``. A worker whose step is
-    given up calls ``cancel()``.
+    One step: ``begin_step()``, any number of backwards, ``begin_final_backward()``, the last micro-batch's
+    backward (or, if it is split, its weight gradients), ``finish()``. A worker whose step is given up calls
+    ``cancel()``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GradientReducer:
         self._trainable: tuple[str, ...] | None = None
         self._queues: dict[tuple[int, ...], _Queue] = {}
         self._bucket_of: dict[str, _Bucket] = {}
-        self._agreement = Agreement((self._holders[name] for name in self._parameters), groups)
+        self._agreed: dict[tuple[int, ...], bytes] = {}
         self._additions: dict[str, int] = {}
         self._usual_additions: dict[str, int] | None = None
         self._handles: list[RemovableHandle] = []
@@ -102,24 +102,16 @@ class GradientReducer:
         """Make the groups; every worker of the generation calls it (else the first step does)."""
         self._groups.prepare(self._holders.values())
 
-    def plan_step(self) -> str:
-        """Plan buckets if requires_grad changed; returns what other holders are to be told of them."""
-        self._plan()
-        return self._agreement.note
-
-    def begin_step(self, told_by: ToldBy | None = None) -> None:
-        """Before any forward of a step: compare with other holders what requires_grad made of the buckets.
+    def begin_step(self) -> None:
+        """Before any forward of a step: plan buckets if requires_grad changed, and compare them among holders.
 
         Holders wait for each other here, so it must not happen inside the pipeline, where stages wait for each
         other too.
 
-        Args:
-            told_by: see ``Agreement.check``.
-
         Raises:
             ProtocolError: holders require gradients of different parameters.
         """
-        self._refresh(told_by)
+        self._refresh()
 
     def begin_final_backward(self, additions: Mapping[nn.Parameter, int] | None = None) -> None:
         """From here on a bucket is reduced as soon as all its gradients are complete.
@@ -206,13 +198,8 @@ class GradientReducer:
                 bucket.flat = bucket.pending = None
         self.drop_gradients()
 
-    def _refresh(self, told_by: ToldBy | None = None) -> None:
-        """Users may freeze and unfreeze between steps: plan, and compare what has changed."""
-        self._plan()
-        self._agreement.check(told_by)
-
-    def _plan(self) -> None:
-        """Buckets for what requires a gradient now."""
+    def _refresh(self) -> None:
+        """Plan buckets for what requires a gradient now; users may freeze and unfreeze between steps."""
         trainable = tuple(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         if trainable == self._trainable:
             return
@@ -227,9 +214,28 @@ class GradientReducer:
             bucket = _Bucket(spec=spec, parameters=tuple(self._parameters[name] for name in spec.names))
             self._queues.setdefault(spec.holders, _Queue()).buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(spec.names, bucket))
-        self._agreement.plan(
-            {holders: [one.spec for one in queue.buckets] for holders, queue in self._queues.items()}
-        )
+        self._compare_buckets()
+
+    def _compare_buckets(self) -> None:
+        """Fail on every holder, before gloo would abort the process, if holders planned different buckets.
+
+        Only holders of what has changed meet: others, who share other parameters with them, know of nothing.
+        """
+        agreed, self._agreed = self._agreed, {}
+        for holders in sorted(self._queues):
+            plan = [(bucket.spec.names, bucket.spec.num_elements) for bucket in self._queues[holders].buckets]
+            digest = hashlib.blake2b(repr(plan).encode(), digest_size=16).digest()
+            self._agreed[holders] = digest
+            if agreed.get(holders) == digest:
+                continue
+            digests = self._groups.of(holders).all_gather_bytes(digest)
+            if len(set(digests)) > 1:
+                odd = [rank for rank, other in zip(holders, digests, strict=True) if other != digest]
+                raise ProtocolError(
+                    f"Workers {list(holders)} hold the same parameters but want to reduce different gradients: "
+                    f"{odd} differ from worker {self._groups.world.rank}. requires_grad must be the same on "
+                    f"every worker."
+                )
 
     def _hook(self, name: str, expected: int) -> Callable[[torch.Tensor], None]:
         """Counts additions; ``expected`` of them make a gradient complete, 0: that is not known."""

@@ -68,7 +68,7 @@ class ModelStage:
 
     Args:
         sections: this stage's sections by signature.
-        load: micro-batch index to inputs; blocks until they are there.
+        load: micro-batch index, and whether a section needs data of it, to inputs; blocks until they are there.
         is_last: whether the loss is computed here.
         training: False runs forward without a graph and sums the loss.
         autocast: precision of the forward pass.
@@ -83,7 +83,7 @@ class ModelStage:
         self,
         *,
         sections: StageSections,
-        load: Callable[[int], StageInputs],
+        load: Callable[[int, bool], StageInputs],
         is_first: bool,
         is_last: bool,
         training: bool,
@@ -136,10 +136,13 @@ class ModelStage:
         self, micro_batch_index: int, received: Message | None, *, save_activations: bool
     ) -> Message | None:
         """Run this stage's sections forward; return what crosses the next cut (None after the last stage)."""
-        inputs = self._load(micro_batch_index)
+        inputs = self._load(micro_batch_index, False)
         signature = self._signature_of(inputs, received)
-        held = _InFlight(inputs=inputs, signature=signature)
-        held.sections = self._sections.sections(signature, inputs.num_samples)
+        sections = self._sections.sections(signature, inputs.num_samples)
+        if not inputs.tensors and any(section.input_keys for section in sections):
+            inputs = self._load(micro_batch_index, True)
+            self._signature_of(inputs, received)
+        held = _InFlight(inputs=inputs, signature=signature, sections=sections)
         if received is not None:
             held.received = self._receive(held.sections[0], received)
         save = save_activations and self._training

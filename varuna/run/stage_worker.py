@@ -16,7 +16,6 @@ from varuna.partition import InputSignature
 from varuna.partition.signature import signature_of_flat
 from varuna.plan import stage_schedule
 from varuna.plan.spans import REDUCE
-from varuna.run.agreement import ToldBy
 from varuna.run.buffers import BufferSync
 from varuna.run.busy import BusyTime
 from varuna.run.channel import StageChannels
@@ -86,6 +85,9 @@ class StageWorker:
         self._step_index = first_step
         self._busy = BusyTime(world.device)
         self._read: list[int] = []  # ids of the samples of the step under way
+        # Other graphs than the first, in another mode or of another shape, may need data where that did not.
+        # From then on all of it is read.
+        self._reads = self._reads_at_first()
         self.loader = MicroBatchLoader(
             job.dataset,
             job.collate_fn,
@@ -102,24 +104,17 @@ class StageWorker:
 
     def start_loading(self) -> None:
         """Begin to load the first step's data, if this stage reads any."""
-        if self._reads_data(training=True):
+        if self._reads:
             self.loader.start()
 
-    def plan_step(self) -> str:
-        """What others are to be told before a step: which gradients are reduced here."""
-        return self._reducer.plan_step()
-
-    def run_step(self, step_index: int, gradient_scale: float, told_by: ToldBy | None) -> CommitPart:
-        """This stage's share of a step, gradients and buffers reduced.
-
-        ``told_by`` is what another worker's ``plan_step`` returned; None: it cannot be asked.
-        """
+    def run_step(self, step_index: int, gradient_scale: float) -> CommitPart:
+        """This stage's share of a step, gradients and buffers reduced."""
         self._step_index = step_index
         self._stage.begin_step(step_index, gradient_scale)
         self._busy.reset()
         self._read = []
         self.buffers.begin()
-        self._reducer.begin_step(told_by)
+        self._reducer.begin_step()
         spans = self._job.spans
         trace = run_stage(
             self._stage,
@@ -176,11 +171,15 @@ class StageWorker:
         )
         num_samples = len(dataset)
 
-        def load(k: int) -> StageInputs:
+        reads = self._reads
+
+        def load(k: int, is_needed: bool) -> StageInputs:
+            nonlocal reads
+            reads = reads or is_needed
+            if reads:
+                return self._inputs(loader.get(k))
             count = min(micro_batch_size, num_samples - k * micro_batch_size)
-            if not self._reads_data(training=False):
-                return StageInputs(signature=None, tensors={}, num_samples=count)
-            return self._inputs(loader.get(k))
+            return StageInputs(signature=None, tensors={}, num_samples=count)
 
         stage = self._make_stage(training=False, load=load)
         stage.begin_step(evaluation_index)
@@ -215,7 +214,7 @@ class StageWorker:
             stage_index=self._position.stage_index,
         )
 
-    def _make_stage(self, *, training: bool, load: Callable[[int], StageInputs]) -> ModelStage:
+    def _make_stage(self, *, training: bool, load: Callable[[int, bool], StageInputs]) -> ModelStage:
         partitions = self._partitions
 
         def partition_for(signature: InputSignature | None, num_samples: int) -> Any:
@@ -243,17 +242,17 @@ class StageWorker:
         self._job.at("final backward")
         self._reducer.begin_final_backward(additions)
 
-    def _reads_data(self, *, training: bool) -> bool:
+    def _reads_at_first(self) -> bool:
         """Whether any section here needs the batch itself, or the loss weight is computed from it."""
         if self._is_last and self._job.loss_weight is not None:
             return True
-        partition = self._partitions.reference
-        sections = partition.sections[self._spec.first_section : self._spec.end_section]
+        sections = self._partitions.reference.sections[self._spec.first_section : self._spec.end_section]
         return self._position.stage_index == 0 or any(section.input_keys for section in sections)
 
-    def _load(self, micro_batch_index: int) -> StageInputs:
+    def _load(self, micro_batch_index: int, is_needed: bool) -> StageInputs:
         self._job.at("forward")
-        if not self._reads_data(training=True):
+        self._reads = self._reads or is_needed
+        if not self._reads:
             count = len(self._plan.micro_batch_samples(micro_batch_index))
             return StageInputs(signature=None, tensors={}, num_samples=count)
         micro_batch = self.loader.get(self._step_index, micro_batch_index)

@@ -2,7 +2,8 @@
 
 No step begins whose index is not below the number in the file ``limit``. Each worker writes its steps to
 ``steps-WORKER.jsonl``, and what it has added up itself to ``seen-WORKER.json``; worker 0 writes the
-final weights to ``state.json``. A second argument ``tells`` has progress shown.
+final weights to ``state.json``. A second argument ``tells`` has progress shown; ``switches`` freezes a
+parameter and ends dropout after the first step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.cases import jobs
-from tests.e2e.morphing import TRAINING
+from tests.e2e.morphing import TRAINING, switch_off
 
 POLL_S = 0.005
 NUM_STEPS = int(sys.argv[1])
@@ -48,7 +49,7 @@ def allowed(step_index: int) -> bool:
 
 
 options = {**TRAINING.options, "progress": "tells" in sys.argv[2:]}
-job, _ = dataclasses.replace(TRAINING, num_stages=int(os.environ["VARUNA_STAGES"]), options=options).job()
+job, model = dataclasses.replace(TRAINING, num_stages=int(os.environ["VARUNA_STAGES"]), options=options).job()
 seen = Seen()
 job.register("seen", seen)
 with Path(f"steps-{WORKER}.jsonl").open("w", buffering=1) as file:
@@ -56,6 +57,8 @@ with Path(f"steps-{WORKER}.jsonl").open("w", buffering=1) as file:
     for step in job.train(NUM_STEPS):
         file.write(json.dumps(dataclasses.asdict(step)) + "\n")
         seen.add(step)
+        if step.index == 0 and "switches" in sys.argv:
+            switch_off(model)
         if job.rank == 0:
             print(f"worker {WORKER} tells step {step.index}", flush=True)
         if job.step_index < NUM_STEPS:
