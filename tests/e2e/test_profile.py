@@ -23,7 +23,8 @@ SCRIPT = str(SCRIPTS / "profiled.py")
 
 
 def varuna_command(directory: Path, *arguments: str) -> Finished:
-    environ = {"VARUNA_CACHE_DIR": str(directory / "cache"), "OMP_NUM_THREADS": "1"}
+    cache = str(directory / "cache")
+    environ = {"VARUNA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}  # with its logs
     command = Command(list(arguments), directory, environ)
     try:
         return command.wait()
