@@ -14,6 +14,7 @@ from varuna.morph.messages import (
     Halted,
     InScript,
     JobEnded,
+    Leave,
     LeaveAsked,
     Pause,
     Ready,
@@ -23,6 +24,7 @@ from varuna.morph.messages import (
 )
 from varuna.morph.phases import Phase
 from varuna.morph.policy import Policy
+from varuna.morph.record import WorkerStatus
 from varuna.morph.state import Manager
 
 
@@ -339,3 +341,31 @@ def test_members_that_connect_late_tell_their_newest_state_first() -> None:
     manager.handle("w0", Formed(generation=0, plan=plan), 0.1)
     assert manager.job.phase is Phase.FORMING
     assert manager.job.generation.members == ("w0",)
+
+
+def test_a_founder_that_is_to_leave_before_its_agent_has_told_of_it_hands_over_first() -> None:
+    """It may hold what nobody else has. All are at work by then; only their agent was slow to connect."""
+    plan_for = planner(1, (1,))
+    manager = Manager(plan_for)
+    plan = plan_for(2, DESCRIBED).plan
+    manager.handle("w0", DESCRIBED, 0.0)
+    for name in ("w0", "w1"):
+        manager.handle(name, Formed(generation=0, plan=plan), 0.0)
+    said = [*manager.handle("", LeaveAsked(incarnation="w1", source="test"), 0.1)]
+    assert manager.job.phase is Phase.FOUNDING
+    for rank in range(2):
+        started = WorkerStarted(incarnation=f"w{rank}", machine="m", rank=rank)
+        said += manager.handle("agent", started, 0.2)
+    assert manager.job.phase is Phase.PAUSING
+    assert [one.message for one in said if isinstance(one, Send)] == [Pause(generation=0)] * 2
+    assert manager.job.workers["w1"].status is WorkerStatus.MEMBER
+
+
+def test_a_newcomer_that_is_to_leave_before_its_agent_has_told_of_it_leaves() -> None:
+    manager = Manager(planner(1, (1,)))
+    manager.handle("w2", Ready(digest="d", store_address="a"), 0.0)
+    asked = manager.handle("", LeaveAsked(incarnation="w2", source="test"), 0.1)
+    assert not [one for one in asked if isinstance(one, Send)]
+    said = manager.handle("agent", WorkerStarted(incarnation="w2", machine="m"), 0.2)
+    leave = Leave(reason="it was asked to leave before it had joined")
+    assert [*said] == [Send(recipient="w2", message=leave)]

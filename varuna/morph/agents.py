@@ -128,6 +128,7 @@ class Agents(Endings):
                 self._on_member_gone(worker, now_s)
             else:
                 self._found_if_complete(now_s)
+        self._dismiss_if_newcomer(worker)
 
     def _on_exited(self, sender: str, message: WorkerExited, now_s: float) -> None:
         name = message.incarnation
@@ -188,10 +189,20 @@ class Agents(Endings):
                 within = f" within {_rounded(message.deadline_s)} s" if deadline_s is not None else ""
                 self._tell("notice", f"{worker.incarnation} is asked to leave{within} ({message.source})")
             worker.leaving = min(worker.asked.values(), key=_end_s)
-            if worker.status is not WorkerStatus.MEMBER and worker.founding_rank is None:
-                self._dismiss(worker, "it was asked to leave before it had joined")
+            self._dismiss_if_newcomer(worker)
         if asked and job.phase is Phase.RUNNING:
             self._consider(now_s)
+
+    def _dismiss_if_newcomer(self, worker: WorkerRecord) -> None:
+        """Nobody needs it, if it is to leave. While the job is founded, its agent has to tell whether it is one."""
+        is_known = self.job.phase is not Phase.FOUNDING or worker.agent != ""
+        if (
+            worker.leaving is not None
+            and worker.status not in (WorkerStatus.MEMBER, WorkerStatus.LEAVING, WorkerStatus.GONE)
+            and worker.founding_rank is None
+            and is_known
+        ):
+            self._dismiss(worker, "it was asked to leave before it had joined")
 
     def _on_leave_withdrawn(self, message: LeaveWithdrawn, now_s: float) -> None:
         """Whoever was told to leave already leaves all the same."""
