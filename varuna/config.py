@@ -8,13 +8,11 @@ Errors are ``ConfigError`` and name the variable, its value and what to do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from varuna.errors import ConfigError
-
-_T = TypeVar("_T")
 
 SCHEDULE_NAMES = ("varuna", "1f1b", "gpipe", "zero-bubble")
 """Schedules that a user can name; ``varuna.plan`` implements each."""
@@ -140,14 +138,10 @@ class LayoutConfig:
         """
         if other is None:
             return self
-
-        return LayoutConfig(
-            num_stages=_first(self.num_stages, other.num_stages),
-            micro_batch_size=_first(self.micro_batch_size, other.micro_batch_size),
-            schedule=_first(self.schedule, other.schedule),
-            recompute=other.recompute if self.recompute is None else self.recompute,
-            check=self.check and other.check,
-        )
+        fixed = {
+            one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None
+        }
+        return replace(other, **{**fixed, "check": self.check and other.check})
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> LayoutConfig:
@@ -277,10 +271,6 @@ class ProfileConfig:
         if self.micro_batch_sizes:
             environ["VARUNA_PROFILE_SIZES"] = ",".join(map(str, self.micro_batch_sizes))
         return environ
-
-
-def _first(value: _T | None, other: _T | None) -> _T | None:
-    return other if value is None else value
 
 
 def read_sizes(name: str, text: str) -> tuple[int, ...]:

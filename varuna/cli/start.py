@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,16 +70,14 @@ def layout_of(
     no_check: bool,
 ) -> LayoutConfig:
     """What flags say, else what the environment says."""
-    layout = LayoutConfig.from_env(os.environ)
-    if stages is not None:
-        layout = replace(layout, num_stages=stages)
-    if micro_batch_size is not None:
-        layout = replace(layout, micro_batch_size=micro_batch_size)
-    if schedule_name is not None:
-        layout = replace(layout, schedule=schedule_name)
-    if recompute is not None:
-        layout = replace(layout, recompute=recompute)
-    return replace(layout, check=False) if no_check else layout
+    flags = LayoutConfig(
+        num_stages=stages,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule_name,
+        recompute=recompute,
+        check=not no_check,
+    )
+    return flags.over(LayoutConfig.from_env(os.environ))
 
 
 def check_stages(layout: LayoutConfig, num_workers: int) -> None:

@@ -194,7 +194,7 @@ class Agents(Endings):
             self._consider(now_s)
 
     def _dismiss_if_newcomer(self, worker: WorkerRecord) -> None:
-        """Nobody needs it, if it is to leave. While the job is founded, its agent has to tell whether it is one."""
+        """Nobody needs one that is to leave. While the job is founded, only its agent knows that it is one."""
         is_known = self.job.phase is not Phase.FOUNDING or worker.agent != ""
         if (
             worker.leaving is not None

@@ -90,7 +90,7 @@ class Generation:
         self._channels: StageChannels | None = None
         self._worker: StageWorker | None = None
         self._num_evaluations = 0
-        self._switches = SwitchAgreement(partitions.model, world.rank, world.size)
+        self._switches = SwitchAgreement(partitions.model, partitions.flags, world.rank, world.size)
 
     def open(self, first_step: int) -> None:
         """Connect to the other workers of the plan and start loading data.

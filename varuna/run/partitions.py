@@ -17,6 +17,7 @@ from torch import nn
 from varuna.errors import CaptureError
 from varuna.partition import InputSignature, Partition, example_batch, partition
 from varuna.run.precision import AutocastSpec
+from varuna.run.switches import Flags
 
 EXAMPLE_NUM_SAMPLES = 2
 """Samples in the batch that a capture runs on; 1 is avoided because sizes of 1 are treated specially."""
@@ -45,7 +46,7 @@ class Partitions:
     """Captures on demand, once per (input signature, training or evaluation), through the capture cache.
 
     Args:
-        model: the user's module.
+        model: the user's module; an attribute, too.
         signature: of the job's first batch.
         options: how it is cut.
         device: where sections run.
@@ -76,6 +77,14 @@ class Partitions:
         used = {name for section in self.reference.sections for name in section.parameters}
         return tuple(name for name, _ in self.model.named_parameters() if name not in used)
 
+    def flags(self) -> Flags:
+        """Which parameters are trained and which modules are in train mode, now."""
+        is_training = self._modules[0].training
+        return Flags(
+            trainable=tuple(parameter.requires_grad for parameter in self._parameters),
+            modes=tuple(module.training or not is_training for module in self._modules),
+        )
+
     def get(self, signature: InputSignature | None, num_samples: int, *, training: bool) -> Partition:
         """The partition for a signature; None stands for the job's first one.
 
@@ -87,12 +96,7 @@ class Partitions:
             CaptureError: if the model cannot be captured for this shape.
             CutPointError: if it cannot be cut where the reference is cut.
         """
-        key = _Key(
-            signature=signature or self.signature,
-            training=training,
-            trainable=tuple(parameter.requires_grad for parameter in self._parameters),
-            modes=tuple(module.training for module in self._modules),
-        )
+        key = _Key(signature=signature or self.signature, training=training, flags=self.flags())
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._capture(key, EXAMPLE_NUM_SAMPLES)
@@ -129,8 +133,7 @@ class _Key:
 
     signature: InputSignature
     training: bool
-    trainable: tuple[bool, ...]
-    modes: tuple[bool, ...]
+    flags: Flags
     num_samples: int = 0
 
 

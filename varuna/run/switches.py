@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 from torch import nn
 
 from varuna.errors import ProtocolError
 
-_Flags = tuple[tuple[bool, ...], tuple[bool, ...]]
+
+class Flags(NamedTuple):
+    """Switches without names, quick to read: whether a parameter is trained, whether a module is in train mode.
+
+    A model that is in eval mode as a whole is trained in train mode, so all its modules count as in train mode.
+    """
+
+    trainable: tuple[bool, ...]
+    modes: tuple[bool, ...]
 
 
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,23 +56,23 @@ class SwitchAgreement:
 
     Args:
         model: the user's.
+        read: its flags as they are now.
         rank, size: this worker among all.
     """
 
-    def __init__(self, model: nn.Module, rank: int, size: int) -> None:
+    def __init__(self, model: nn.Module, read: Callable[[], Flags], rank: int, size: int) -> None:
         self._model = model
+        self._read = read
         self._rank = rank
         self._size = size
-        self._parameters = tuple(model.parameters())
-        self._modules = tuple(model.modules())
-        self._flags: _Flags | None = None
-        self._agreed: _Flags | None = None
+        self._flags: Flags | None = None
+        self._agreed: Flags | None = None
         self._before = Switches()
         self._note = ""
 
     def note(self) -> str:
         """What others are to be told before a step."""
-        flags = self._now()
+        flags = self._read()
         if flags != self._flags:
             self._flags = flags
             self._note = hashlib.blake2b(repr(flags).encode(), digest_size=16).hexdigest()
@@ -84,20 +93,12 @@ class SwitchAgreement:
         before, self._before = self._before, switches_of(self._model)
         odd = [rank for rank in range(self._size) if rank != self._rank and note_of(rank) != self._note]
         if odd:
-            changed = (
-                "" if is_first else f" Changed here since the last step: {_changes(before, self._before)}."
-            )
+            news = "" if is_first else f" Changed here since the last step: {_changes(before, self._before)}."
             raise ProtocolError(
                 f"On worker {self._rank} other parameters are frozen, or other modules in eval mode, than on "
-                f"workers {odd}.{changed} requires_grad and modes must be the same on all of them: change them "
+                f"workers {odd}.{news} requires_grad and modes must be the same on all of them: change them "
                 f"everywhere before the same step, never under `if job.rank == 0`."
             )
-
-    def _now(self) -> _Flags:
-        # A model that is in eval mode as a whole is trained in train mode.
-        is_training = self._modules[0].training
-        modes = tuple(module.training or not is_training for module in self._modules)
-        return tuple(parameter.requires_grad for parameter in self._parameters), modes
 
 
 def _changes(before: Switches, now: Switches) -> str:
