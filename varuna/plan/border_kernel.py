@@ -4,11 +4,14 @@ Shapes: ``sums`` is ``[6, S + 1]``: before each section, the sums of forward, re
 seconds, of activation and held bytes; ``cuts`` ``[2, S + 1]``: bytes forward and backward at each cut;
 ``workspace`` ``[S]``; ``resident``, ``late_s`` ``[S + 1, S + 1]`` of sections ``[a, b)``; ``rows`` ``[depth +
 2, 12]``.
+
+What the innermost loop reads is in tuples (``Row``, ``End``), which stay in registers: arrays would be read
+again each time, for all the compiler knows of what else is written.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -20,7 +23,39 @@ _TOLERANCE = 1e-9
 """Values this close, relatively, are equal: the better balanced borders win."""
 
 
-@njit(cache=True, forceinline=True)
+class Row(NamedTuple):
+    """One row of ``rows``, its number, and what a send to the row above takes."""
+
+    number: int
+    speed: float
+    memory_bytes: float
+    latency_s: float
+    byte_s: float
+    send_s: float
+    limit: float
+    least: float
+    held: float
+    held_again: float
+    keep: float
+    drop: float
+    trip_s: float
+    send_above_s: float
+
+
+class End(NamedTuple):
+    """One column of ``sums`` and ``cuts``: what lies before a section, and what crosses there."""
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    weight_s: float
+    activation_bytes: float
+    held_bytes: float
+    forward_bytes: float
+    backward_bytes: float
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _fit(  # noqa: PLR0917
     free: float, first: float, later: float, limit: float, held: float, least: float
 ) -> tuple[float, float]:
@@ -51,7 +86,7 @@ def _fit(  # noqa: PLR0917
     return (fit, fit) if fit >= least else (0.0, 0.0)
 
 
-@njit(cache=True, forceinline=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _fit_again(  # noqa: PLR0917
     free: float, first: float, later: float, again: float, limit: float, held: float, least: float
 ) -> tuple[float, float]:
@@ -72,7 +107,86 @@ def _fit_again(  # noqa: PLR0917
     return (fit, fit) if fit >= max(1.0, least) else (0.0, 0.0)
 
 
-@njit(cache=True, forceinline=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _row_of(rows: Any, row: int) -> Row:
+    return Row(
+        number=row,
+        speed=rows[row, SPEED],
+        memory_bytes=rows[row, MEMORY],
+        latency_s=rows[row, LATENCY],
+        byte_s=rows[row, BYTE_S],
+        send_s=rows[row, SEND],
+        limit=rows[row, LIMIT],
+        least=rows[row, LEAST],
+        held=rows[row, HELD],
+        held_again=rows[row, HELD_AGAIN],
+        keep=rows[row, KEEP],
+        drop=rows[row, DROP],
+        trip_s=rows[row, TRIP],
+        send_above_s=rows[row + 1, SEND],
+    )
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _end_of(sums: Any, cuts: Any, index: int) -> End:
+    return End(
+        forward_s=sums[0, index],
+        recompute_s=sums[1, index],
+        backward_s=sums[2, index],
+        weight_s=sums[3, index],
+        activation_bytes=sums[4, index],
+        held_bytes=sums[5, index],
+        forward_bytes=cuts[0, index],
+        backward_bytes=cuts[1, index],
+    )
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _between(first: End, end: End, split: bool) -> tuple[float, float]:
+    """Seconds of forward and backward of sections, and without the weights' part where backward is split."""
+    compute_s = end.forward_s - first.forward_s + end.backward_s - first.backward_s
+    return compute_s, compute_s - (end.weight_s - first.weight_s) if split else compute_s
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _stage(  # noqa: PLR0917
+    row: Row,
+    first: End,
+    end: End,
+    rest_s: float,
+    workspace: float,
+    resident: float,
+    split: bool,
+    overhead_s: float,
+    is_first: bool,
+) -> tuple[float, bool, int]:
+    """See ``stage_of``; ``rest_s``: a micro-batch's way through these and all later sections and back."""
+    compute_s, _ = _between(first, end, split)
+    work_s = compute_s / row.speed + overhead_s * (3 if split else 2)
+    work_s += (row.send_s if row.number > 1 else 0.0) + (0.0 if is_first else row.send_above_s)
+    wire_s = max(end.forward_bytes, end.backward_bytes) * row.byte_s if row.number > 1 else 0.0
+    trip_s = rest_s / row.speed + 2 * row.number * overhead_s + row.trip_s
+    free = row.memory_bytes - resident - workspace
+    free -= first.forward_bytes + first.backward_bytes + end.backward_bytes
+    activations = end.activation_bytes - first.activation_bytes
+    later = end.held_bytes - first.held_bytes
+    best_s, best_drops, best_limit = np.inf, False, 0.0
+    if row.keep:
+        fit, stated = _fit(free, first.forward_bytes + activations, later, row.limit, row.held, row.least)
+        if fit > 0:
+            best_s, best_limit = max(work_s, wire_s, trip_s / fit), stated
+    if row.drop:
+        work_s += (end.recompute_s - first.recompute_s) / row.speed + overhead_s
+        if max(work_s, wire_s) < best_s:
+            fit, stated = _fit_again(
+                free, first.forward_bytes, later, activations, row.limit, row.held_again, row.least
+            )
+            if fit > 0 and max(work_s, wire_s, trip_s / fit) < best_s:
+                best_s, best_drops, best_limit = max(work_s, wire_s, trip_s / fit), True, stated
+    return best_s, best_drops, int(best_limit)
+
+
+@njit(cache=True, error_model="numpy")
 def stage_of(  # noqa: PLR0917
     sums: Any,
     cuts: Any,
@@ -86,76 +200,42 @@ def stage_of(  # noqa: PLR0917
     row: int,
 ) -> tuple[float, bool, int]:
     """Busy seconds per micro-batch of sections ``[a, b)`` in a row, recompute or not, limit or 0."""
-    last = sums.shape[1] - 1
-    speed = rows[row, SPEED]
-    work_s = (sums[0, b] - sums[0, a] + sums[2, b] - sums[2, a]) / speed + overhead_s * (3 if split else 2)
-    work_s += (rows[row, SEND] if row > 1 else 0.0) + (rows[row + 1, SEND] if a > 0 else 0.0)
-    wire_s = max(cuts[0, b], cuts[1, b]) * rows[row, BYTE_S] if row > 1 else 0.0
-    trip_s = sums[0, last] - sums[0, a] + sums[2, last] - sums[2, a]
-    if split:
-        trip_s -= sums[3, last] - sums[3, a]
-    trip_s = trip_s / speed + 2 * row * overhead_s + rows[row, TRIP]
-    free = rows[row, MEMORY] - resident[a, b] - workspace - cuts[0, a] - cuts[1, a] - cuts[1, b]
-    activations = sums[4, b] - sums[4, a]
-    later = sums[5, b] - sums[5, a]
-    limit, least = rows[row, LIMIT], rows[row, LEAST]
-    best_s, best_drops, best_limit = np.inf, False, 0.0
-    if rows[row, KEEP]:
-        fit, stated = _fit(free, cuts[0, a] + activations, later, limit, rows[row, HELD], least)
-        if fit > 0:
-            best_s, best_limit = max(work_s, wire_s, trip_s / fit), stated
-    if rows[row, DROP]:
-        again_s = (sums[1, b] - sums[1, a]) / speed + overhead_s
-        held = rows[row, HELD_AGAIN]
-        fit, stated = _fit_again(free, cuts[0, a], later, activations, limit, held, least)
-        if fit > 0 and max(work_s + again_s, wire_s, trip_s / fit) < best_s:
-            best_s, best_drops, best_limit = max(work_s + again_s, wire_s, trip_s / fit), True, stated
-    return best_s, best_drops, int(best_limit)
+    first, end, last = _end_of(sums, cuts, a), _end_of(sums, cuts, b), _end_of(sums, cuts, sums.shape[1] - 1)
+    _, rest_s = _between(first, last, split)
+    return _stage(_row_of(rows, row), first, end, rest_s, workspace, resident[a, b], split, overhead_s, a == 0)
 
 
-@njit(cache=True, forceinline=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _value(  # noqa: PLR0917
-    sums: Any,
-    cuts: Any,
-    work_bytes: Any,
-    resident: Any,
-    late_s: Any,
-    rows: Any,
+    row: Row,
+    first: End,
+    end: End,
+    last: End,
     num: int,
+    busy_s: float,
+    late_s: float,
+    below_s: float,
     split: bool,
     overhead_s: float,
     tail_weight: float,
-    below: Any,
-    a: int,
-    b: int,
-    row: int,
 ) -> float:
-    """What a table minimises, where the stage of ``row`` holds sections ``[a, b)``."""
-    count = sums.shape[1] - 1
-    speed = rows[row, SPEED]
-    busy_s, _, _ = stage_of(sums, cuts, work_bytes[a, b], resident, rows, split, overhead_s, a, b, row)
-    tail_s = sums[0, count] - sums[0, b] + sums[2, count] - sums[2, b]
-    forward_s = sums[0, b] - sums[0, a]
-    compute_s = forward_s + sums[2, b] - sums[2, a]
-    passed_s = compute_s
-    drain_s = sums[2, a]
-    if split:
-        tail_s -= sums[3, count] - sums[3, b]
-        drain_s -= sums[3, a]
-        passed_s -= sums[3, b] - sums[3, a]
+    """What a table minimises, where the stage of a row holds the sections between two ends."""
+    _, passed_s = _between(first, end, split)
+    _, tail_s = _between(end, last, split)
+    drain_s = first.backward_s - first.weight_s if split else first.backward_s
     found: float = num * busy_s
-    if row > 1:
-        found += tail_weight * (tail_s / speed + rows[row, TRIP])
-    found += max(0.0, late_s[a, b] - drain_s / speed)
-    if row > 1:
-        message_s = 2 * rows[row, LATENCY] + (cuts[0, b] + cuts[1, b]) * rows[row, BYTE_S]
+    if row.number > 1:
+        found += tail_weight * (tail_s / row.speed + row.trip_s)
+    found += max(0.0, late_s - drain_s / row.speed)
+    if row.number > 1:
+        message_s = 2 * row.latency_s + (end.forward_bytes + end.backward_bytes) * row.byte_s
         if split and tail_weight == 0.0:  # weight tasks may fill the way back
-            passed_s, message_s = forward_s, message_s / 2
-        found = max(found, passed_s / speed + 2 * overhead_s + message_s + below[b])
+            passed_s, message_s = end.forward_s - first.forward_s, message_s / 2
+        found = max(found, passed_s / row.speed + 2 * overhead_s + message_s + below_s)
     return found
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def fill(  # noqa: PLR0917
     sums: Any,
     cuts: Any,
@@ -181,60 +261,54 @@ def fill(  # noqa: PLR0917
         for b in range(a + 1, count + 1):
             work_bytes[a, b] = max(work_bytes[a, b - 1], workspace[b - 1])
     value = np.full((num_rows + 1, count + 1), np.inf)
-    end = np.zeros((num_rows + 1, count + 1), np.int64)
+    border = np.zeros((num_rows + 1, count + 1), np.int64)
     least = np.empty(count + 1)
-    for row in range(1, num_rows + 1):
-        below = value[row - 1]
+    last = _end_of(sums, cuts, count)
+    for number in range(1, num_rows + 1):
+        row = _row_of(rows, number)
+        below = value[number - 1]
         least[0] = below[0]  # least[b]: the least of below[: b + 1]
         for b in range(1, count + 1):
             least[b] = min(least[b - 1], below[b])
-        first = num_rows - row if one_depth else 0
-        fits = near = count - row + 1
-        for a in range(count - row, first - 1, -1):
-            best, best_far = np.inf, np.inf
-            mean_s = (sums[0, count] - sums[0, a] + sums[2, count] - sums[2, a]) / row
-            while fits > a and resident[a, fits] + sums[4, fits] - sums[4, a] > rows[row, MEMORY]:
+        fits = near = count - number + 1
+        for a in range(count - number, num_rows - number - 1 if one_depth else -1, -1):
+            first = _end_of(sums, cuts, a)
+            all_s, rest_s = _between(first, last, split)
+            while fits > a and resident[a, fits] + sums[4, fits] - first.activation_bytes > row.memory_bytes:
                 fits -= 1
-            low, high = (count, fits) if row == 1 else (a + 1, fits)
-            while low < high and below[low] == np.inf and row > 1:
+            low, high = (count, fits) if number == 1 else (a + 1, fits)
+            while low < high and below[low] == np.inf and number > 1:
                 low += 1
             near = min(max(near, low), high)
+            best, best_far, best_b = np.inf, np.inf, 0
             for step in (1, -1):
                 b = near if step == 1 else near - 1
                 while low <= b <= high:
-                    compute_s = sums[0, b] - sums[0, a] + sums[2, b] - sums[2, a]
+                    end = _end_of(sums, cuts, b)
+                    compute_s, _ = _between(first, end, split)
                     enough = best * (1 + _TOLERANCE)
-                    if step == 1 and num * compute_s / rows[row, SPEED] > enough:
+                    if step == 1 and num * compute_s / row.speed > enough:
                         break
                     if step == -1 and (least[b] > enough or least[b] == np.inf):
                         break
-                    found = _value(
-                        sums,
-                        cuts,
-                        work_bytes,
-                        resident,
-                        late_s,
-                        rows,
-                        num,
-                        split,
-                        overhead_s,
-                        tail_weight,
-                        below,
-                        a,
-                        b,
-                        row,
+                    busy_s, _, _ = _stage(
+                        row, first, end, rest_s, work_bytes[a, b], resident[a, b], split, overhead_s, a == 0
                     )
-                    far = abs(compute_s - mean_s)
+                    found = _value(
+                        row, first, end, last, num, busy_s, late_s[a, b], below[b],
+                        split, overhead_s, tail_weight,
+                    )  # fmt: skip
+                    far = abs(compute_s - all_s / number)
                     if found < best * (1 - _TOLERANCE) or (found <= enough and far < best_far):
-                        best, best_far, end[row, a] = found, far, b
+                        best, best_far, best_b = found, far, b
                     b += step
-            value[row, a] = best
+            value[number, a], border[number, a] = best, best_b
             if best < np.inf:
-                near = end[row, a]
-    return value, end
+                near = best_b
+    return value, border
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def walk(  # noqa: PLR0917
     sums: Any,
     cuts: Any,
@@ -243,7 +317,7 @@ def walk(  # noqa: PLR0917
     rows: Any,
     split: bool,
     overhead_s: float,
-    end: Any,
+    border: Any,
     num_stages: int,
 ) -> tuple[Any, Any, Any, Any]:
     """Borders from first to last stage, and per stage busy seconds, recompute, in-flight limit."""
@@ -254,7 +328,7 @@ def walk(  # noqa: PLR0917
     for stage in range(num_stages):
         row = num_stages - stage
         a = borders[stage]
-        b = end[row, a]
+        b = border[row, a]
         borders[stage + 1] = b
         work = workspace[a:b].max()
         busy_s[stage], drops[stage], limits[stage] = stage_of(
