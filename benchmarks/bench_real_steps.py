@@ -1,9 +1,10 @@
 """The simulator on real models: steps of a GPT and a ResNet on two cores, against what a profile predicts.
 
 In each round ``varuna profile`` comes first, with one worker and with two, as a job of so many is; then
-jobs of one and two workers run with given layouts. Each one's step (the median of the rounds' medians) and each
-worker's peak memory are compared with the prediction for the plan that it used (the median of the rounds'
-predictions). Whoever else uses the machine disturbs this more than any other figure here.
+jobs of one and two workers run with given layouts. Each one's step (the median of its steps) is compared with
+what the profile of the same round predicts for the plan that it used; errors, and both times, are medians over
+the rounds. Each worker's peak memory is compared once, in the last round. Whoever else uses the machine
+disturbs this more than any other figure here.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def rows_of(
         plan = read_plan(folder / str(index) / "plan.json")
         cluster = Cluster.parse(f"1x{layout.num_workers}")
         predictions = [predict(plan, profile, cluster, num_runs=20) for profile in profiles[layout.num_workers]]
-        predicted_s = statistics.median(prediction.step_s for prediction in predictions)
-        measured_s = statistics.median(found[index] for found in rounds)
-        errors.append(predicted_s / measured_s - 1)
+        pairs = [(found.step_s, steps[index]) for found, steps in zip(predictions, rounds, strict=True)]
+        predicted_s, measured_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        errors.append(statistics.median(predicted / measured for predicted, measured in pairs) - 1)
         of_stages = []
         for stage in (stage for pipeline in predictions[-1].pipelines for stage in pipeline.stages):
             found = json.loads((folder / str(index) / f"{stage.worker_index}.json").read_text())
