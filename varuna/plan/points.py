@@ -183,10 +183,12 @@ class PointMaker:
         each = np.ceil(np.ceil(num) / pipelines)
         each = np.where((deeper > 0) | (pipelines == 1), num / (pipelines + deeper / stages), each)
         passing_s = work_s / speed[0] + 2 * stages * overhead_s
+        depths = np.stack([stages, stages + 1], axis=1)
         busiest_s, mean_s = (
-            table[which] / speed[0] + 2 * overhead_s for table in self._slowest_stage(sizes, split=split)
+            table[which[:, None], depths] / speed[0] + 2 * overhead_s
+            for table in self._slowest_stage(sizes, split=split)
         )
-        busy_s = _shared_out(num, each, busiest_s, stages, pipelines, deeper)
+        busy_s = _shared_out(num, each, busiest_s, pipelines, deeper)
         even_s = num * work_s / np.cumsum(speed)[stages * pipelines + deeper - 1]
         share = sections.least_forward_share if split else 1.0
         fill_s = passing_s * share / -np.expm1(stages * np.log1p(-share / np.maximum(each, share + 1e-9)))
@@ -201,7 +203,7 @@ class PointMaker:
         for layout, reduce_s in network.reduced_s.items():
             messages_s, sending_s = network.messages_s[layout]
             slowest_s = np.maximum(mean_s, sending_s[:, None])
-            expected_s = _shared_out(num, each, slowest_s, stages, pipelines, deeper) * later
+            expected_s = _shared_out(num, each, slowest_s, pipelines, deeper) * later
             estimate_s = np.minimum(estimate_s, expected_s + passing_s + messages_s + reduce_s + update_s)
         estimate_s[~fits] = np.inf
         return Points(
@@ -338,11 +340,11 @@ def _tight(batch_size: int, num: Ints, pipelines: Ints) -> Ints:
     return -(-batch_size // (num * pipelines))
 
 
-def _shared_out(  # noqa: PLR0917
-    num: Floats, each: Floats, slowest_s: Floats, stages: Ints, pipelines: Ints, deeper: Ints
-) -> Floats:
-    """Seconds in which the slowest stages of all pipelines, working at the same time, get through the batch."""
-    rows = np.arange(len(stages))
+def _shared_out(num: Floats, each: Floats, slowest_s: Floats, pipelines: Ints, deeper: Ints) -> Floats:
+    """Seconds in which the slowest stages of all pipelines, working at the same time, get through the batch.
+
+    ``slowest_s`` is ``[points, 2]``: of pipelines of P stages, and of deeper ones.
+    """
     with np.errstate(all="ignore"):
-        rates = (pipelines - deeper) / slowest_s[rows, stages] + deeper / slowest_s[rows, stages + 1]
-        return np.where(deeper > 0, num / rates, each * slowest_s[rows, stages])
+        rates = (pipelines - deeper) / slowest_s[:, 0] + deeper / slowest_s[:, 1]
+        return np.where(deeper > 0, num / rates, each * slowest_s[:, 0])
