@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -154,6 +155,7 @@ def _forked(work: ForkedJob, request: Mapping[str, Any], name: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     os.environ.update(request["environ"])
+    tempfile.tempdir = None  # looked up again: the request may have its own
     sys.exit(work())
 
 

@@ -209,8 +209,8 @@ def run(
         morph=morph if num_workers > 1 else None,
     )
     exit_code = run_local(job, {**os.environ, **traced, **saved, **profiled, **scaled})
-    if exit_code == 0 and log_dir is None:
-        remove_if_empty(directory)
+    if log_dir is None:
+        remove_if_empty(directory, ended_well=exit_code == 0)
     sys.exit(exit_code)
 
 

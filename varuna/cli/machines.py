@@ -187,8 +187,8 @@ def agent(
         job=job, url=url, token=token, machine=machine, address=address, grace_s=grace, orders=orders
     )
     exit_code = run_agent(offered, {**os.environ, **saved})
-    if exit_code == 0 and log_dir is None:
-        remove_if_empty(directory)
+    if log_dir is None:
+        remove_if_empty(directory, ended_well=exit_code == 0)
     sys.exit(exit_code)
 
 

@@ -144,12 +144,13 @@ def made_directory(flag: str, path: Path, mode: int = 0o777) -> Path:
     return path.absolute()
 
 
-def remove_if_empty(directory: Path) -> None:
+def remove_if_empty(directory: Path, *, ended_well: bool) -> None:
     """Remove a directory of logs in which nothing was written, but for the journal of a job that ended well."""
     from varuna.launch.manager import JOURNAL_NAMES
 
     files = list(directory.iterdir())
-    if not any(file.stat().st_size for file in files if file.name not in JOURNAL_NAMES):
+    of_no_use = JOURNAL_NAMES if ended_well else ()
+    if not any(file.stat().st_size for file in files if file.name not in of_no_use):
         for file in files:
             file.unlink()
         directory.rmdir()
