@@ -1,10 +1,17 @@
-"""Tests that run by themselves, because a bound on time is part of what they say (see ``make test``)."""
+"""Tests that run by themselves, because a bound on time is part of what they say (see ``make test``).
+
+No example of a property has a bound on time: how busy the machine is says nothing of what is tested.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 HERE = Path(__file__).parent
 ALONE = {

@@ -26,7 +26,7 @@ _WIDTH = 100
 @click.option("--plan", "plan_path", type=_FILE, help="Plan to simulate, from `varuna plan -o`.")
 @click.option("--machines", help="Such as 25x4: 25 machines of 4 workers. Default: a machine for each worker.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the delays drawn for messages.")
-@click.option("--runs", type=click.IntRange(min=1), help="Steps to average. Default: 10 if messages jitter.")
+@click.option("--runs", type=click.IntRange(min=1), help="Steps to average. Default: 10 if times jitter.")
 @click.option("--timeline", is_flag=True, help="Print what each worker does when.")
 @click.option("--width", type=int, default=_WIDTH, show_default=True, help="Columns of the timeline.")
 @click.option("--picture", type=_FILE, help="Write the timeline as a picture: .png, .svg or .pdf.")
@@ -79,13 +79,12 @@ def simulate(
         raise ConfigError("--json and --timeline both print to standard output. Give one of them.")
     numbers, plan = load_profile(profile), read_plan(plan_path)
     cluster = _cluster(machines, plan)
-    has_jitter = numbers.within_machine.jitter_s or numbers.across_machines.jitter_s
     prediction = predict(
         plan,
         numbers,
         cluster,
         seed=seed,
-        num_runs=runs or (_NUM_RUNS_WITH_JITTER if has_jitter else 1),
+        num_runs=runs or (_NUM_RUNS_WITH_JITTER if numbers.has_jitter else 1),
         record=bool(timeline or picture or chrome_trace),
     )
     click.echo(_json(prediction) if as_json else _report(prediction, plan, numbers), nl=as_json)

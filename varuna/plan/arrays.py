@@ -18,6 +18,7 @@ import numpy as np
 from varuna.plan.costs import StageCosts, backward_task_s
 from varuna.plan.decide import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from varuna.plan.kernel import ACTIVATION, GRADIENT, NUM_KINDS, Floats
+from varuna.plan.pace import Draw, drawn_paces
 from varuna.plan.pipeline import NO_DELAYS, PipelineArrays, draw_delays, rules_of
 from varuna.plan.profile import LinkProfile, Profile
 from varuna.plan.schedule import StageSchedule, stage_schedule
@@ -189,9 +190,9 @@ def _busy_shares(shape: PipelineShape, link: LinkProfile, costs_of: CostsOf) -> 
 
 
 def arrays_of(
-    shape: PipelineShape, profile: Profile, costs_of: CostsOf, start_s: Floats, seed: Sequence[int]
+    shape: PipelineShape, profile: Profile, costs_of: CostsOf, start_s: Floats, draw: Draw
 ) -> PipelineArrays:
-    """The numbers of one pipeline; ``start_s`` per stage; ``seed`` draws the delays, if the links have any."""
+    """The numbers of one pipeline; ``start_s`` per stage; ``draw``: of delays and paces, if there are any."""
     num_stages = len(shape.stages)
     schedules = shape.schedules()
     durations_s = np.zeros((num_stages, 2, NUM_KINDS))
@@ -212,7 +213,10 @@ def arrays_of(
                 quantiles[2 * index + direction] = link.jitter_s
         costs = costs_of(stage.first_section, stage.end_section, shape.micro_batch_size)
         kept_bytes[index] = _kept_bytes(costs, recompute=schedules[index].recompute)
+    paces = drawn_paces(profile, shape.num_micro_batches * _busy_s(durations_s[:, 0], schedules), draw)
+    durations_s *= paces[:, None, None]
     durations_s[:, :, FORWARD:] += profile.task_overhead_s
+    seed = (draw.seed, draw.run, draw.pipeline)
     return PipelineArrays(
         num_micro_batches=shape.num_micro_batches,
         rules=rules_of(schedules),
@@ -233,6 +237,15 @@ def _durations_s(costs: StageCosts, split: bool) -> Floats:
     durations_s[BACKWARD] = backward_task_s(costs, split=split)
     durations_s[WEIGHT] = costs.weight_s
     return durations_s
+
+
+def _busy_s(durations_s: Floats, schedules: Sequence[StageSchedule]) -> Floats:
+    """Seconds of one micro-batch per stage."""
+    runs = np.zeros_like(durations_s)
+    runs[:, (FORWARD, BACKWARD)] = 1
+    runs[:, RECOMPUTE] = [schedule.recompute for schedule in schedules]
+    runs[:, WEIGHT] = [schedule.split for schedule in schedules]
+    return np.asarray((durations_s * runs).sum(axis=1))
 
 
 def _channels(shape: PipelineShape, index: int, costs: StageCosts) -> list[tuple[int, Hop, int, float]]:

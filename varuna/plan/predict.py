@@ -23,6 +23,7 @@ from varuna.plan.cluster import Cluster
 from varuna.plan.costs import stage_costs
 from varuna.plan.kernel import Floats
 from varuna.plan.memory import resident_bytes, stage_bytes
+from varuna.plan.pace import Draw
 from varuna.plan.pipeline import PipelineRun, run_pipeline
 from varuna.plan.profile import Profile
 from varuna.plan.reductions import reduced_s
@@ -79,7 +80,7 @@ class Prediction:
 
 
 MAX_DRAWS = 8
-"""Where links have jitter, pipelines of the same shape share this many simulated steps."""
+"""Where links or devices have jitter, pipelines of the same shape share this many simulated steps."""
 
 
 def predict(
@@ -91,8 +92,8 @@ def predict(
         plan: the layout.
         profile: what its tasks and messages cost.
         cluster: where its workers are; worker i is the i-th device.
-        seed: of the drawn delays of messages.
-        num_runs: steps to average over; 1 is enough where the profile's links have no jitter.
+        seed: of the drawn delays of messages and paces of devices.
+        num_runs: steps to average over; 1 is enough where the profile has no jitter.
         record: keep the spans of the first run.
 
     Raises:
@@ -109,16 +110,17 @@ def predict(
     least_update_s = float(update_s[used].min())
     start_s = update_s - least_update_s
     runs = []
-    for index in range(num_runs if _has_jitter(profile) else 1):
+    count = num_runs if profile.has_jitter else 1
+    for index in range(count):
         simulate = partial(
             _simulate,
             profile=profile,
             costs_of=costs_of,
             resident_of=resident_of,
-            seed=(seed, index),
+            draw=partial(Draw, seed, index, count),
             record=record and index == 0,
         )
-        runs.append(_run_pipelines(plan, shapes, start_s, MAX_DRAWS if _has_jitter(profile) else 1, simulate))
+        runs.append(_run_pipelines(plan, shapes, start_s, MAX_DRAWS if profile.has_jitter else 1, simulate))
     steps = []
     for results in runs:
         end_s = np.zeros(plan.num_workers)
@@ -155,16 +157,16 @@ class _Simulated:
 def _simulate(
     shape: PipelineShape,
     start_s: Floats,
-    draw: int,
+    index: int,
     num_pipelines: int,
     *,
     profile: Profile,
     costs_of: CostsOf,
     resident_of: Callable[..., int],
-    seed: tuple[int, int],
+    draw: Callable[[int], Draw],
     record: bool,
 ) -> _Simulated:
-    run = run_pipeline(arrays_of(shape, profile, costs_of, start_s, [*seed, draw]), record=record)
+    run = run_pipeline(arrays_of(shape, profile, costs_of, start_s, draw(index)), record=record)
     memory = [
         stage_bytes(
             costs_of(stage.first_section, stage.end_section, shape.micro_batch_size),
@@ -207,10 +209,6 @@ def _update_s(plan: Plan, profile: Profile, speeds: Sequence[float]) -> Floats:
             own = before[stage.end_section] - before[stage.first_section]
             seconds[stage.worker_index] = own / speeds[stage.worker_index]
     return seconds
-
-
-def _has_jitter(profile: Profile) -> bool:
-    return bool(profile.within_machine.jitter_s or profile.across_machines.jitter_s)
 
 
 def _pipeline_prediction(

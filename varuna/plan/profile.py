@@ -133,6 +133,9 @@ class Profile:
         all_reduce: measured points; where none fits, the links' numbers are used.
         reduces_beside: whether gradients are summed while tasks run, at no cost to them; processors without a
             core to spare do one after the other.
+        compute_jitter: how long the same computing takes at one time and at another, as multiples of its mean:
+            quantiles, evenly spaced; empty: always as long. Each device has its own times.
+        compute_jitter_s: for how long it stays as it is: after so many seconds its correlation is 1/e.
         task_overhead_s: seconds that the engine adds to each task.
         step_overhead_s: seconds per step besides tasks, reduction and update: commit, report.
         num_refinements: steps whose measurements went into these numbers after the first profile.
@@ -154,6 +157,14 @@ class Profile:
     across_machines: LinkProfile
     all_reduce: tuple[AllReducePoint, ...] = ()
     reduces_beside: bool = True
+    compute_jitter: tuple[float, ...] = ()
+    compute_jitter_s: float = 0.0
     task_overhead_s: float = 0.0
     step_overhead_s: float = 0.0
     num_refinements: int = 0
+
+    @property
+    def has_jitter(self) -> bool:
+        """Whether steps differ, so that a prediction is a mean over several."""
+        links = (self.within_machine, self.across_machines)
+        return bool(self.compute_jitter) or any(link.jitter_s for link in links)

@@ -25,6 +25,7 @@ from varuna.partition import Partition, Section, ValueSpec
 from varuna.partition.materialise import InitWeights
 from varuna.plan.profile import TaskCosts
 from varuna.run.fingerprint import kinds_of
+from varuna.run.measure_jitter import ComputeJitter, jitter_of
 from varuna.run.measure_pass import (
     Batch,
     Chain,
@@ -42,7 +43,7 @@ BUDGET_S = 4.5
 """Seconds that measuring may take; small models need far less. On a CPU they are this process's own: on a busy
 machine fewer sizes would be measured otherwise, and none that is not measured can be chosen."""
 
-MEASURED_AS = 2
+MEASURED_AS = 3
 """Raised when tasks run differently from before: profiles of then do not stand for those of now."""
 
 _MOST_DELAY = 4
@@ -96,10 +97,14 @@ class MeasureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class KindCosts:
-    """Costs of one kind of section (``fingerprint.kinds_of``), by ascending micro-batch size."""
+    """Costs of one kind of section (``fingerprint.kinds_of``), by ascending micro-batch size.
+
+    ``jitter`` is that of the passes in which it was measured.
+    """
 
     kind: int
     costs: tuple[TaskCosts, ...]
+    jitter: ComputeJitter
 
 
 def measure_sections(request: MeasureRequest) -> list[KindCosts]:
@@ -176,10 +181,12 @@ def _measure(
     while runs and time.monotonic() < end_s:
         for run in runs.values():
             run.time_once(split=True)
-    present = sorted({kinds[index] for index in indices})
+    jitter = jitter_of([run.passes for run in runs.values()])
     return [
-        KindCosts(kind=kind, costs=tuple(costs_of(size, runs[size].samples[kind]) for size in runs))
-        for kind in present
+        KindCosts(
+            kind=kind, costs=tuple(costs_of(size, runs[size].samples[kind]) for size in runs), jitter=jitter
+        )
+        for kind in sorted({kinds[index] for index in indices})
     ]
 
 

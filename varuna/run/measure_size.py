@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from varuna.plan.profile import TaskCosts
+from varuna.run.measure_jitter import HELD_UP, TimedPass
 from varuna.run.measure_pass import (
     Batch,
     Chain,
@@ -16,9 +18,6 @@ from varuna.run.measure_pass import (
     timed_pass,
     timed_recompute,
 )
-
-_HELD_UP = 1.5
-"""A task that took so many times its median was held up by something that has nothing to do with it."""
 
 _SHORTEST_S = 1e-7
 
@@ -33,22 +32,25 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRun:
-    """What runs, and what was found so far, by position in the chain."""
+    """What runs, and what was found so far: of each position in the chain, and of whole passes."""
 
     chain: Chain
     batch: Batch
     kinds: Sequence[int]
     sizes: Sequence[SectionBytes]
     times: Sequence[SectionTimes]
+    passes: list[TimedPass] = field(default_factory=list)
 
     @property
     def num_passes(self) -> int:
         """Timed so far."""
-        return len(self.times[0].forward_s)
+        return len(self.passes)
 
     def time_once(self, *, split: bool) -> None:
         """One more pass; with ``split`` another one with backward in two parts, in the first of each kind."""
         timed_pass(self.chain, self.batch, self.times)
+        seconds = sum(taken.forward_s[-1] + taken.backward_s[-1] for taken in self.times)
+        self.passes.append(TimedPass(ended_s=time.monotonic(), seconds=seconds))
         if any(section.mutated_buffers for section in self.chain.sections):
             timed_recompute(self.chain, self.batch, self.times)
         if split:
@@ -102,5 +104,5 @@ def _excess(times: Sequence[SectionTimes]) -> float:
 def _typical(times: Sequence[SectionTimes], part: Callable[[SectionTimes], list[float]]) -> float:
     """What a step's many tasks take on average: the mean, without the few that something else held up."""
     seconds = [second for one in times for second in part(one)]
-    limit_s = _HELD_UP * statistics.median(seconds)
+    limit_s = HELD_UP * statistics.median(seconds)
     return max(_SHORTEST_S, statistics.fmean(second for second in seconds if second <= limit_s))

@@ -35,6 +35,7 @@ from varuna.run.job import JobSpec
 from varuna.run.join_profile import JoinedLinks, join_costs, ties_of
 from varuna.run.links import LinkMeasures, measure_links
 from varuna.run.measure import AGAIN, MEASURED_AS, KindCosts, MeasureRequest, measure_sections
+from varuna.run.measure_jitter import joined
 from varuna.run.measure_update import UpdateMeasure, gradient_bytes, options_text
 from varuna.run.memory import resident_bytes
 from varuna.run.overhead import task_overhead_s
@@ -336,7 +337,8 @@ def _join(request: ProfileRequest, order: _Order, parts: Sequence[_Part], path: 
     """The profile from all workers' parts, on worker 0."""
     reference, world = request.partitions.reference, request.world
     update = UpdateMeasure(request.optimizer, world.device)
-    costs = join_costs([found for part in parts for found in part.kinds])
+    found = [kind for part in parts for kind in part.kinds]
+    costs, jitter = join_costs(found), joined([kind.jitter for kind in found])
     sections = []
     for section, kind in zip(reference.sections, kinds_of(reference), strict=True):
         update_s, optimizer_bytes = update.section(section)
@@ -368,6 +370,8 @@ def _join(request: ProfileRequest, order: _Order, parts: Sequence[_Part], path: 
         across_machines=links.across,
         all_reduce=links.all_reduce,
         reduces_beside=world.device.type != "cpu" or _has_spare_cores(order.places),
+        compute_jitter=jitter.quantiles,
+        compute_jitter_s=jitter.lasts_s,
         task_overhead_s=task_overhead_s(),
         step_overhead_s=min(commits, default=0.0),
     )
